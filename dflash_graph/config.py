@@ -1,0 +1,377 @@
+"""The one configuration of a run: typed, frozen, validated when made, with the ecosystem's key names.
+
+`load_config` reads YAML and `key=value` overrides; everything else of the package receives the finished `Config`.
+Values that follow from others are properties, so that a saved configuration holds only what the user chose.
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import asdict, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TargetConfig:
+    """The frozen language model.
+
+    Attributes:
+        path: local folder, hub id, or the folder that holds `gguf_file`.
+        gguf_file: name of a GGUF file inside `path`; None for an ordinary checkpoint.
+        dtype: "auto" is float32 on the CPU and bfloat16 on CUDA.
+    """
+
+    path: str
+    gguf_file: str | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DataConfig:
+    """Conversations and how they become rows of tokens.
+
+    Attributes:
+        train: JSONL files of conversations.
+        validation: JSONL files of held-out conversations for the teacher-forced validation pass.
+        max_length: rows are truncated to this many tokens.
+        chat_template: path of a Jinja file that replaces the tokenizer's own template.
+        cache_dir: where tokenised rows are kept; None is `.cache/dflash_graph` under the working folder.
+    """
+
+    train: tuple[str, ...]
+    validation: tuple[str, ...] = ()
+    max_length: int = 4096
+    chat_template: str | None = None
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(len(self.train) > 0, "data.train must name at least one JSONL file")
+        _require(self.max_length >= 2, f"data.max_length must be at least 2 tokens; found {self.max_length}")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ScheduleConfig:
+    """Jobs, their order, and the ring they pass through.
+
+    Attributes:
+        token_budget: T, the positions of one job; None is max(16384, data.max_length).
+        num_buckets: at most so many row lengths; None is 16.
+        order: "shuffle" puts all buckets' jobs into one random list; "interleave" spreads each bucket evenly.
+        draw: how the drafter picks its next job ("seeded", "ready" or "round_robin").
+        jobs_per_step: jobs of one optimizer step.
+        slots: S, slots of the ring; None is as many as needed, 20 at most.
+        min_ready: ready slots below which the drafter waits; None is min(10, jobs left).
+        padding_workers: host threads that pad jobs.
+        reorder_window: jobs that may be padded or waiting to be emitted at once; None is slots - 2.
+        wait_timeout_s: longest wait of any thread for another before the run ends with an explanation.
+    """
+
+    token_budget: int | None = None
+    num_buckets: int = 16
+    order: Literal["shuffle", "interleave"] = "shuffle"
+    draw: Literal["seeded", "ready", "round_robin"] = "seeded"
+    jobs_per_step: int = 8
+    slots: int | None = None
+    min_ready: int | None = None
+    padding_workers: int = 2
+    reorder_window: int | None = None
+    wait_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_buckets", "jobs_per_step", "padding_workers"):
+            _require(getattr(self, name) >= 1, f"schedule.{name} must be at least 1; found {getattr(self, name)}")
+        for name in ("token_budget", "slots", "min_ready", "reorder_window"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"schedule.{name} must be at least 1; found {value}")
+        _require(self.wait_timeout_s > 0, f"schedule.wait_timeout_s must be positive; found {self.wait_timeout_s}")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DrafterConfig:
+    """The drafter's architecture, its anchors and its loss weights.
+
+    Attributes:
+        block_size: K, positions of a block; position 0 is the anchor's real token.
+        target_layer_ids: taps; id k is the output of decoder layer k (0-based); None applies the default rule.
+        mask_token_id: id of the mask token; None takes the tokenizer's mask token or a reserved id that the data
+            never uses.
+        num_attention_heads, num_key_value_heads, head_dim, intermediate_size: None takes the target's.
+        layer_types: "full_attention" or "sliding_attention" per layer; None is full everywhere.
+        sliding_window: context positions p with query - p < sliding_window are visible to a sliding layer.
+        causal: True lets a block position see only itself and earlier positions of its block.
+        draft_vocab_size: reduced head over the most frequent ids of the training data; None is the full head.
+        anchor_rate: share of a row's candidate anchors drawn per epoch.
+        num_anchors_per_sample: draw so many per row instead of a share.
+        num_anchors: A, anchors a job can hold; None is token_budget // 8.
+        num_micro_step_sizes: a micro-step exists in so many sizes, equal shares of A.
+        loss_decay_gamma: decay of the loss weight along the block; None is the default of the block size.
+        init: "random", "target" (the target's first layers), or the folder of a checkpoint.
+        compute_dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; masters and moments are always float32.
+    """
+
+    num_hidden_layers: int = 5
+    block_size: int = 16
+    target_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    sliding_window: int | None = None
+    causal: bool = False
+    draft_vocab_size: int | None = None
+    anchor_rate: float = 0.25
+    num_anchors_per_sample: int | None = None
+    num_anchors: int | None = None
+    num_micro_step_sizes: int = 4
+    loss_decay_gamma: float | None = None
+    init: str = "random"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    def __post_init__(self) -> None:
+        _require(self.num_hidden_layers >= 1, f"drafter.num_hidden_layers must be >= 1; found {self.num_hidden_layers}")
+        _require(self.block_size >= 2, f"drafter.block_size must be at least 2; found {self.block_size}")
+        _require(0 < self.anchor_rate <= 1, f"drafter.anchor_rate must be in (0, 1]; found {self.anchor_rate}")
+        _require(self.num_micro_step_sizes >= 1, "drafter.num_micro_step_sizes must be at least 1")
+        for name in ("num_anchors_per_sample", "num_anchors", "draft_vocab_size", "sliding_window"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"drafter.{name} must be at least 1; found {value}")
+        gamma = self.loss_decay_gamma
+        _require(gamma is None or gamma > 0, f"drafter.loss_decay_gamma must be positive; found {gamma}")
+        types = self.layer_types
+        if types is not None:
+            _require(
+                len(types) == self.num_hidden_layers,
+                f"drafter.layer_types must name all {self.num_hidden_layers} layers; found {len(types)}",
+            )
+        has_sliding = types is not None and "sliding_attention" in types
+        _require(
+            has_sliding == (self.sliding_window is not None),
+            "drafter.sliding_window and a 'sliding_attention' entry of drafter.layer_types go together: set both or "
+            f"neither; found sliding_window={self.sliding_window}, layer_types={types}",
+        )
+
+    @property
+    def gamma(self) -> float:
+        """Decay constant of weight(k) = exp(-(k-1)/gamma); 7, 5 and 4 are the family's values for K = 16, 10, 8."""
+        if self.loss_decay_gamma is not None:
+            return self.loss_decay_gamma
+        return {16: 7.0, 10: 5.0, 8: 4.0}.get(self.block_size, max(1.0, self.block_size / 2.25))
+
+    @property
+    def resolved_layer_types(self) -> tuple[str, ...]:
+        return self.layer_types or ("full_attention",) * self.num_hidden_layers
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class OptimConfig:
+    """AdamW over flat float32 masters. The learning rate is a function of jobs trained / total jobs.
+
+    Attributes:
+        warmup_ratio: share of all jobs over which the rate rises linearly from 0.
+        min_lr_ratio: end of the cosine or linear decay, as a share of `lr`.
+        max_skipped_steps: so many skipped steps in a row (non-finite gradient, or no trained row) end the run.
+    """
+
+    lr: float = 6e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: float = 0.04
+    min_lr_ratio: float = 0.1
+    max_grad_norm: float = 1.0
+    max_skipped_steps: int = 5
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, f"optim.lr must be positive; found {self.lr}")
+        _require(all(0 <= b < 1 for b in self.betas), f"optim.betas must lie in [0, 1); found {self.betas}")
+        _require(self.eps > 0, f"optim.eps must be positive; found {self.eps}")
+        _require(self.weight_decay >= 0, f"optim.weight_decay must not be negative; found {self.weight_decay}")
+        _require(0 <= self.warmup_ratio < 1, f"optim.warmup_ratio must be in [0, 1); found {self.warmup_ratio}")
+        _require(0 <= self.min_lr_ratio <= 1, f"optim.min_lr_ratio must be in [0, 1]; found {self.min_lr_ratio}")
+        _require(self.max_grad_norm > 0, f"optim.max_grad_norm must be positive; found {self.max_grad_norm}")
+        _require(self.max_skipped_steps >= 1, "optim.max_skipped_steps must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DeviceConfig:
+    """Where the work runs.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        num_targets: target workers of this process, each with its own copy of the target.
+        target_threads, drafter_threads: CPU threads of one target worker and of the drafter worker; None shares the
+            machine's cores between them. Ignored by CUDA kernels.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_targets: int = 1
+    target_threads: int | None = None
+    drafter_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_targets", "target_threads", "drafter_threads"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"devices.{name} must be at least 1; found {value}")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class CheckpointConfig:
+    """When checkpoints are written (steps) and how many stay; the best by held-out accept_length is always kept."""
+
+    every: int = 1000
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 1, f"checkpoint.every must be at least 1 step; found {self.every}")
+        _require(self.keep >= 1, f"checkpoint.keep must be at least 1; found {self.keep}")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class LogConfig:
+    """What is reported and how often (steps).
+
+    Attributes:
+        every: metrics are read from the device and written every so many steps.
+        top_k_every: top-k accuracies are computed every so many steps.
+        validate_every: teacher-forced validation every so many steps; None is at each epoch's end.
+        tensorboard: write TensorBoard event files into the run folder.
+    """
+
+    every: int = 10
+    top_k_every: int = 50
+    validate_every: int | None = None
+    tensorboard: bool = True
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("every", "top_k_every", "validate_every"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"log.{name} must be at least 1 step; found {value}")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Config:
+    """A run. `run_dir` receives everything it writes: configuration, schedules, metrics, checkpoints."""
+
+    run_dir: str
+    target: TargetConfig
+    data: DataConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    devices: DeviceConfig = field(default_factory=DeviceConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    seed: int = 0
+    epochs: int = 6
+
+    def __post_init__(self) -> None:
+        _require(self.epochs >= 1, f"epochs must be at least 1; found {self.epochs}")
+        _require(0 <= self.seed < 2**63, f"seed must be a non-negative 63-bit integer; found {self.seed}")
+        _require(
+            self.token_budget >= self.data.max_length,
+            f"schedule.token_budget must hold one row of data.max_length = {self.data.max_length} tokens; found "
+            f"{self.token_budget}. Raise the budget or lower max_length",
+        )
+
+    @property
+    def token_budget(self) -> int:
+        """T. The default is max(16384, max_length), rounded up to a multiple of 64."""
+        chosen = self.schedule.token_budget
+        return chosen if chosen is not None else -(-max(16384, self.data.max_length) // 64) * 64
+
+    @property
+    def num_anchors(self) -> int:
+        """A, anchors one job can hold."""
+        chosen = self.drafter.num_anchors
+        return chosen if chosen is not None else max(1, self.token_budget // 8)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain dict of every setting, as saved in the run folder."""
+        return asdict(self) 
+
+
+def _known_keys(cls: type, prefix: str = "") -> list[str]:
+    keys = []
+    for f in fields(cls):
+        keys.append(prefix + f.name)
+        if is_dataclass(f.type) and isinstance(f.type, type):
+            keys += _known_keys(f.type, f"{prefix}{f.name}.")
+    return keys
+
+
+def _explain(error: pydantic.ValidationError) -> str:
+    known = _known_keys(Config)
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "unexpected_keyword_argument":
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
+            lines.append(f"unknown key {key!r}{hint}")
+        elif item["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+            lines.append(f"missing key {key!r}: set it in the file or as {key}=...")
+        elif item["type"] == "value_error":
+            lines.append(item["msg"].removeprefix("Value error, "))
+        else:
+            lines.append(f"{key}: {item['msg']}; found {item['input']!r}")
+    return "\n".join(lines)
+
+
+def config_from_dict(values: dict[str, Any]) -> Config:
+    """Build and validate a `Config` from nested plain values.
+
+    Raises:
+        ValueError: an unknown, missing or invalid key; the message names each of them.
+    """
+    try:
+        return pydantic.TypeAdapter(Config).validate_python(values)
+    except pydantic.ValidationError as error:
+        raise ValueError(f"invalid configuration:\n{_explain(error)}") from None
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file (optional) and apply `key=value` overrides such as `optim.lr=3e-4`.
+
+    Raises:
+        ValueError: the file is missing or not YAML, an override has no '=', or a key is unknown or invalid.
+    """
+    base = OmegaConf.create()
+    if path is not None:
+        if not Path(path).is_file():
+            raise ValueError(f"--config must name an existing YAML file; found {str(path)!r}")
+        loaded = OmegaConf.load(path)
+        if not OmegaConf.is_dict(loaded):
+            raise ValueError(f"{path} must hold a mapping of keys to values")
+        base = loaded  # type: ignore[assignment]
+    for item in overrides:
+        if "=" not in item:
+            raise ValueError(f"an override must look like key=value; found {item!r}")
+    try:
+        merged = OmegaConf.to_container(OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides))), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"cannot read the configuration: {error}") from None
+    return config_from_dict(merged)  # type: ignore[arg-type]
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write every setting, defaults included, as YAML that `load_config` reads back to an equal `Config`."""
+    OmegaConf.save(OmegaConf.create(pydantic.TypeAdapter(Config).dump_python(config, mode="json")), path)
