@@ -306,7 +306,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain dict of every setting, as saved in the run folder."""
-        return asdict(self) 
+        return asdict(self)
 
 
 def _known_keys(cls: type, prefix: str = "") -> list[str]:

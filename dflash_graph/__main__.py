@@ -1,0 +1,85 @@
+"""The command line: `dflash-graph prepare | train | eval`, also `python -m dflash_graph`.
+
+It parses arguments, calls the functions of the same names in Python, and turns an expected error into one clear line
+and exit code 2. Settings come from `--config run.yaml` and `key=value` overrides.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dflash_graph.config import Config, load_config
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dflash-graph", description="Train DFlash drafters for speculative decoding.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    prepare = commands.add_parser("prepare", help="tokenise the data, check it, and print what a run would train on")
+    train = commands.add_parser("train", help="train a drafter")
+    for command in (prepare, train):
+        command.add_argument("--config", type=Path, help="YAML file of settings")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as optim.lr=3e-4")
+    train.add_argument(
+        "--resume",
+        default="never",
+        metavar="auto|PATH",
+        help="'auto' continues from the run folder's newest whole checkpoint or starts fresh; PATH names a checkpoint",
+    )
+    train.add_argument("--dry-run", action="store_true", help="validate, print the plan and its buffers, run one step")
+    evaluate = commands.add_parser("eval", help="measure accept_length by speculative decoding")
+    evaluate.add_argument("run", type=Path, help="run folder or checkpoint folder")
+    evaluate.add_argument("--prompts", type=Path, required=True, help="JSONL file of conversations")
+    evaluate.add_argument("--max-new-tokens", type=int, default=128)
+    evaluate.add_argument("--limit", type=int, help="use the first so many prompts")
+    evaluate.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    evaluate.add_argument("--json", type=Path, help="also write the report to this file")
+    return parser
+
+
+def _load(args: argparse.Namespace) -> Config:
+    return load_config(args.config, args.overrides)
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from dflash_graph.plan import make_plan  # heavy imports only once the arguments are known to parse
+
+    plan = make_plan(_load(args))
+    print(plan.rows.report)
+    if plan.validation_rows is not None:
+        print(f"validation\n{plan.validation_rows.report}")
+    print(plan)
+
+
+def _train(args: argparse.Namespace) -> None:
+    config = _load(args)
+    from dflash_graph.train import train
+
+    train(config, resume=args.resume, dry_run=args.dry_run)
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from dflash_graph.evaluate import evaluate
+
+    report = evaluate(args.run, args.prompts, max_new_tokens=args.max_new_tokens, limit=args.limit, device=args.device)
+    print(report)
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code (0 done, 2 bad input, 130 interrupted)."""
+    args = _parser().parse_args(argv)
+    try:
+        {"prepare": _prepare, "train": _train, "eval": _evaluate}[args.command](args)
+    except ValueError as error:
+        print(f"dflash-graph {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

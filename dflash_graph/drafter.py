@@ -1,0 +1,320 @@
+"""The drafter: its architecture, its flat parameters, and the forward pass of a micro-step.
+
+Parameters live in two flat float32 master buffers (weights that decay, norm weights that do not); every parameter is
+a view of one of them, or of a low-precision compute copy, and every gradient is a view of a flat float32 gradient.
+Nothing here allocates or rebinds a parameter after construction. Embedding and lm_head are the target's, frozen, and
+are not part of the drafter. Called by `step.py`; architecture after DFlash (z-lab), tensor names likewise.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash_graph.kernels.block_attention import BlockAttentionWorkspace, block_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSpec:
+    """Everything that defines a drafter's forward pass. Saved in each checkpoint.
+
+    Attributes:
+        target_layer_ids: taps; id k is the output of the target's decoder layer k (0-based).
+        draft_vocab_size: rows of the reduced head, or None for the target's full head.
+        max_trained_length: longest row the drafter was trained on, tokens.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    vocab_size: int
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    mask_token_id: int
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+    causal: bool
+    draft_vocab_size: int | None
+    max_trained_length: int
+    target_path: str
+    gguf_file: str | None
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads; found {self.num_attention_heads} and "
+                f"{self.num_key_value_heads}. Set drafter.num_attention_heads or drafter.num_key_value_heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings; found {self.head_dim}")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id must be a row of the target's embedding, 0..{self.vocab_size - 1}; found "
+                f"{self.mask_token_id}"
+            )
+
+    @property
+    def head_vocab_size(self) -> int:
+        """V, rows of the head that the loss uses."""
+        return self.draft_vocab_size or self.vocab_size
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "DrafterSpec":
+        lists = {name: tuple(values[name]) for name in ("target_layer_ids", "layer_types")}
+        return cls(**{**values, **lists})
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all parameters, in the order they lie in the flat buffers."""
+        d, e, f = self.hidden_size, self.head_dim, self.intermediate_size
+        q, kv = self.num_attention_heads * e, self.num_key_value_heads * e
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (d, len(self.target_layer_ids) * d),
+            "hidden_norm.weight": (d,),
+        }
+        for i in range(self.num_hidden_layers):
+            layer = {
+                "self_attn.q_proj.weight": (q, d),
+                "self_attn.k_proj.weight": (kv, d),
+                "self_attn.v_proj.weight": (kv, d),
+                "self_attn.o_proj.weight": (d, q),
+                "self_attn.q_norm.weight": (e,),
+                "self_attn.k_norm.weight": (e,),
+                "mlp.gate_proj.weight": (f, d),
+                "mlp.up_proj.weight": (f, d),
+                "mlp.down_proj.weight": (d, f),
+                "input_layernorm.weight": (d,),
+                "post_attention_layernorm.weight": (d,),
+            }
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        return shapes | {"norm.weight": (d,)}
+
+
+_ALIGNMENT = 16  # elements: every parameter starts on a 64-byte boundary of its flat float32 buffer
+
+
+class FlatParameters:
+    """Masters, gradients and (in low precision) the compute copy of all parameters, as flat buffers of views.
+
+    Attributes:
+        masters, grads: {"decay": Tensor, "no_decay": Tensor}, each (n,) float32, where matrices decay and vectors not.
+        compute: the same two keys in the compute dtype; the masters themselves when that is float32.
+        leaves: parameter name -> leaf Tensor (a view of `compute`) whose `.grad` is a view of `grads`.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], *, device: torch.device, compute_dtype: torch.dtype
+    ) -> None:
+        self.shapes = dict(shapes)
+        self._places: dict[str, tuple[str, int]] = {}
+        sizes = {"decay": 0, "no_decay": 0}
+        for name, shape in self.shapes.items():
+            group = "decay" if len(shape) > 1 else "no_decay"
+            self._places[name] = (group, sizes[group])
+            sizes[group] += -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT
+        self.masters = {g: torch.zeros(n, device=device) for g, n in sizes.items()}
+        self.grads = {g: torch.zeros(n, device=device) for g, n in sizes.items()}
+        self.low_precision = compute_dtype != torch.float32
+        self.compute = (
+            {g: torch.zeros(n, device=device, dtype=compute_dtype) for g, n in sizes.items()}
+            if self.low_precision
+            else self.masters
+        )
+        self.leaves: dict[str, Tensor] = {}
+        for name in self.shapes:
+            leaf = self._view(self.compute, name).detach().requires_grad_(True)
+            if self.low_precision:
+                leaf.grad_dtype = torch.float32  # gradients accumulate in float32
+            leaf.grad = self._view(self.grads, name)
+            self.leaves[name] = leaf
+
+    def _view(self, buffers: Mapping[str, Tensor], name: str) -> Tensor:
+        group, start = self._places[name]
+        shape = self.shapes[name]
+        return buffers[group][start : start + prod(shape)].view(shape)
+
+    def views(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Named views of flat buffers of this layout (masters, gradients, or optimizer moments)."""
+        return {name: self._view(buffers, name) for name in self.shapes}
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Every flat buffer with a name, for the address check."""
+        kinds = {"master": self.masters, "grad": self.grads}
+        if self.low_precision:
+            kinds["compute"] = self.compute
+        for kind, groups in kinds.items():
+            for group, buffer in groups.items():
+                yield f"{kind}.{group}", buffer
+        for name, leaf in self.leaves.items():
+            yield f"leaf.{name}", leaf
+            assert leaf.grad is not None
+            yield f"leaf.{name}.grad", leaf.grad
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy named tensors into the masters (no rebinding) and refresh the compute copy.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a shape differs.
+        """
+        missing, unknown = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
+        if missing or unknown:
+            raise ValueError(f"drafter tensors do not match: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        for name, view in self.views(self.masters).items():
+            if view.shape != tensors[name].shape:
+                raise ValueError(f"{name} must have shape {tuple(view.shape)}; found {tuple(tensors[name].shape)}")
+            view.copy_(tensors[name])
+        self.refresh_compute()
+
+    def refresh_compute(self) -> None:
+        """Round the masters into the compute copy; nothing to do in float32."""
+        if self.low_precision:
+            for group, master in self.masters.items():
+                self.compute[group].copy_(master)
+
+    def zero_grads(self) -> None:
+        for grad in self.grads.values():
+            grad.zero_()
+
+
+def rope_table(spec: DrafterSpec, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary embedding for positions 0..length-1, each (length, E), computed in float64."""
+    exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float64) / spec.head_dim
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), spec.rope_theta**-exponent)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in the rotate-half form.
+
+    Args:
+        x: (..., heads, E). cos, sin: (..., E) of the positions of x.
+    """
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockInputs:
+    """Static views that one micro-step size reads; all sanitised (see `step.py`).
+
+    a anchors of this size, R = a * (K-1) rows, T positions.
+    """
+
+    features: Tensor  # (T, N*D) compute dtype, zero in padding
+    positions: Tensor  # (T,) int64
+    anchors: Tensor  # (a,) int64 flat index of the anchor
+    row_starts: Tensor  # (a,) int64 flat index of the first position of the anchor's row
+    anchor_tokens: Tensor  # (a,) int64
+    trained_rows: Tensor  # (R,) int64, anchor * K + k
+    num_anchors: Tensor  # () int64, live anchors
+
+
+class Drafter(nn.Module):
+    """The drafter's forward pass over static inputs: trained rows of final hidden states.
+
+    Args:
+        parameters: flat parameters whose leaves this module reads.
+        embed_weight: (vocab, D) the target's frozen embedding, compute dtype.
+        rope_length: positions that the rotary table covers (longest row + K).
+        attention: scratch of the attention operator, shared by all layers.
+    """
+
+    def __init__(
+        self,
+        spec: DrafterSpec,
+        parameters: FlatParameters,
+        *,
+        embed_weight: Tensor,
+        rope_length: int,
+        attention: BlockAttentionWorkspace,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.weights = parameters.leaves
+        self.embed_weight = embed_weight
+        self.cos, self.sin = rope_table(spec, rope_length, embed_weight.device, embed_weight.dtype)
+        self.offsets = torch.arange(spec.block_size, device=embed_weight.device)
+        self.attention = attention
+
+    def forward(self, x: BlockInputs) -> Tensor:  # (R, D)
+        """Final-norm hidden states of the rows listed in `x.trained_rows`."""
+        spec, w = self.spec, self.weights
+        num_blocks, d = x.anchors.shape[0], spec.hidden_size
+        context = self._norm(F.linear(x.features, w["fc.weight"]), "hidden_norm")  # (T, D)
+        context_rope = self.cos[x.positions], self.sin[x.positions]  # (T, E)
+        block_positions = (x.anchors - x.row_starts)[:, None] + self.offsets  # (a, K)
+        block_rope = self.cos[block_positions], self.sin[block_positions]  # (a, K, E)
+        first = F.embedding(x.anchor_tokens, self.embed_weight)[:, None]  # (a, 1, D)
+        mask = self.embed_weight[spec.mask_token_id].expand(num_blocks, spec.block_size - 1, d)
+        hidden = torch.cat([first, mask], dim=1)  # (a, K, D)
+        for i in range(spec.num_hidden_layers - 1):
+            mixed = self._attend(i, hidden, context, context_rope, block_rope, x)
+            hidden = self._finish_layer(i, hidden, mixed)
+        # The last layer's output is needed on trained rows only: neither anchor rows nor dead ones pay for its MLP.
+        last = spec.num_hidden_layers - 1
+        mixed = self._attend(last, hidden, context, context_rope, block_rope, x)
+        hidden = hidden.view(-1, d).index_select(0, x.trained_rows)  # (R, D)
+        mixed = mixed.view(-1, mixed.shape[-1]).index_select(0, x.trained_rows)  # (R, H*E)
+        return self._norm(self._finish_layer(last, hidden, mixed), "norm")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.weights[f"{name}.weight"]
+        return F.rms_norm(x, weight.shape, weight, self.spec.rms_norm_eps)
+
+    def _attend(
+        self,
+        i: int,
+        hidden: Tensor,  # (a, K, D)
+        context: Tensor,  # (T, D)
+        context_rope: tuple[Tensor, Tensor],
+        block_rope: tuple[Tensor, Tensor],
+        x: BlockInputs,
+    ) -> Tensor:  # (a, K, H*E)
+        spec, w, prefix = self.spec, self.weights, f"layers.{i}.self_attn"
+        heads, kv_heads, e = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+
+        def project(source: Tensor, kind: str, count: int) -> Tensor:
+            return F.linear(source, w[f"{prefix}.{kind}_proj.weight"]).view(*source.shape[:-1], count, e)
+
+        inner = self._norm(hidden, f"layers.{i}.input_layernorm")
+        q = rotate(self._norm(project(inner, "q", heads), f"{prefix}.q_norm"), *block_rope)
+        k_block = rotate(self._norm(project(inner, "k", kv_heads), f"{prefix}.k_norm"), *block_rope)
+        k_context = rotate(self._norm(project(context, "k", kv_heads), f"{prefix}.k_norm"), *context_rope)
+        out = block_attention(
+            q,
+            k_context,
+            project(context, "v", kv_heads),
+            k_block,
+            project(inner, "v", kv_heads),
+            x.anchors,
+            x.row_starts,
+            num_anchors=x.num_anchors,
+            scale=e**-0.5,
+            causal=spec.causal,
+            sliding_window=spec.sliding_window if spec.layer_types[i] == "sliding_attention" else None,
+            workspace=self.attention,
+        )
+        return out.flatten(-2)
+
+    def _finish_layer(self, i: int, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """Output projection, residual, and the SwiGLU MLP of layer i, on any rows (..., D)."""
+        w, prefix = self.weights, f"layers.{i}"
+        hidden = hidden + F.linear(mixed, w[f"{prefix}.self_attn.o_proj.weight"])
+        inner = self._norm(hidden, f"{prefix}.post_attention_layernorm")
+        gate = F.silu(F.linear(inner, w[f"{prefix}.mlp.gate_proj.weight"]))
+        up = F.linear(inner, w[f"{prefix}.mlp.up_proj.weight"])
+        return hidden + F.linear(gate * up, w[f"{prefix}.mlp.down_proj.weight"])

@@ -1,0 +1,82 @@
+"""The parameters a run starts from: random, the target's own layers, or the drafter of another checkpoint.
+
+Pure functions of their arguments, on the CPU in float32; `drafter.init` chooses among them. Called by `trainer.py`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_graph.checkpoint import load_checkpoint
+from dflash_graph.drafter import DrafterSpec
+
+
+def initial_parameters(spec: DrafterSpec, init: str, *, seed: int, target_layers: Any) -> dict[str, Tensor]:
+    """Named float32 tensors for `FlatParameters.load`.
+
+    Args:
+        init: "random", "target", or the folder of a checkpoint.
+        target_layers: the target's decoder layers, first to deepest tap.
+
+    Raises:
+        ValueError: the target's layers or the checkpoint do not have this drafter's shapes.
+    """
+    if init == "random":
+        return random_parameters(spec, seed)
+    if init == "target":
+        return _target_parameters(spec, seed, target_layers)
+    return _checkpoint_parameters(spec, init)
+
+
+def random_parameters(spec: DrafterSpec, seed: int) -> dict[str, Tensor]:
+    """Matrices from N(0, 0.02), norm weights 1; a pure function of `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.02 if len(shape) > 1 else torch.ones(shape)
+        for name, shape in spec.parameter_shapes().items()
+    }
+
+
+def _target_parameters(spec: DrafterSpec, seed: int, target_layers: Any) -> dict[str, Tensor]:
+    """The target's last layers up to its deepest tap, and an fc that passes the deepest tap through.
+
+    Weights that the target lacks (its layers may have no q/k norm) keep their random start.
+    """
+    tensors = random_parameters(spec, seed)
+    if len(target_layers) < spec.num_hidden_layers:
+        raise ValueError(
+            f"drafter.init=target needs {spec.num_hidden_layers} target layers up to the deepest tap; found "
+            f"{len(target_layers)}. Use a deeper tap or drafter.init=random"
+        )
+    first = len(target_layers) - spec.num_hidden_layers
+    for i in range(spec.num_hidden_layers):
+        for name, value in target_layers[first + i].state_dict().items():
+            mine = f"layers.{i}.{name}"
+            if mine not in tensors:
+                continue
+            if value.shape != tensors[mine].shape:
+                raise ValueError(
+                    f"drafter.init=target needs the target's shapes; {mine} is {tuple(tensors[mine].shape)}, the "
+                    f"target's is {tuple(value.shape)}. Leave drafter.num_attention_heads, num_key_value_heads, "
+                    "head_dim and intermediate_size unset, or use drafter.init=random"
+                )
+            tensors[mine] = value.detach().float().cpu()
+    d = spec.hidden_size
+    tensors["fc.weight"][:, -d:] += torch.eye(d)
+    return tensors
+
+
+def _checkpoint_parameters(spec: DrafterSpec, folder: str) -> dict[str, Tensor]:
+    checkpoint = load_checkpoint(Path(folder), torch.device("cpu"))
+    theirs = DrafterSpec.from_dict(checkpoint.state["drafter"])
+    differing = [
+        f"{name}: {ours!r} here, {theirs.to_dict()[name]!r} there"
+        for name, ours in spec.to_dict().items()
+        if name not in ("max_trained_length", "target_path", "gguf_file", "draft_vocab_size")
+        and ours != theirs.to_dict()[name]
+    ]
+    if differing:
+        raise ValueError(f"drafter.init={folder} was trained with other settings: {'; '.join(differing)}")
+    return {name: checkpoint.drafter[name] for name in spec.parameter_shapes()}

@@ -1,0 +1,296 @@
+"""Everything of a run that is known before any weight is loaded: rows, buckets, shapes, specs and buffers.
+
+`make_plan` reads the data, the target's configuration and the tokenizer, checks them against each other, and decides
+every shape once. A plan that cannot train raises here, before any expensive work. Called by `train.py`.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_graph.config import Config
+from dflash_graph.data import TokenRows, check_mask_token, choose_mask_token, load_tokenizer, prepare
+from dflash_graph.dispatch import JobShape
+from dflash_graph.drafter import DrafterSpec
+from dflash_graph.schedule import Bucket, EpochSchedule, build_epoch, choose_buckets
+from dflash_graph.static_buffers import BufferSpec, check_ring, slot_specs
+from dflash_graph.step import micro_step_sizes, workspace_specs
+from dflash_graph.target import ModelFacts, check_target_layer_ids, default_target_layer_ids, read_facts
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+VALIDATION_EPOCH = 2**31  # key of the validation pass's anchor draw; no training epoch reaches it
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Shapes, specs and data of a run. `head_ids` (V,) are the full ids of the reduced head in head order, or None."""
+
+    config: Config
+    rows: TokenRows
+    validation_rows: TokenRows | None
+    facts: ModelFacts
+    spec: DrafterSpec
+    buckets: tuple[Bucket, ...]
+    job_shape: JobShape
+    head_ids: np.ndarray | None
+    head_coverage: float
+    slots: int
+    min_ready: int
+    window: int
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.config.devices.device)
+
+    @property
+    def target_dtype(self) -> torch.dtype:
+        return _dtype(self.config.target.dtype, self.device)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return _dtype(self.config.drafter.compute_dtype, self.device)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return micro_step_sizes(self.config.num_anchors, self.config.drafter.num_micro_step_sizes)
+
+    @property
+    def jobs_per_epoch(self) -> int:
+        return self.first_epoch.num_jobs
+
+    @property
+    def total_jobs(self) -> int:
+        return self.jobs_per_epoch * self.config.epochs
+
+    @cached_property
+    def first_epoch(self) -> EpochSchedule:
+        return self.build_epoch(0)
+
+    def build_epoch(self, epoch: int) -> EpochSchedule:
+        """The schedule of training epoch `epoch`; a pure function of the plan and the epoch."""
+        schedule = self.config.schedule
+        return build_epoch(
+            self.rows.lengths,
+            self.buckets,
+            seed=self.config.seed,
+            epoch=epoch,
+            order=schedule.order,
+            draw=schedule.draw,
+            min_ready=self.min_ready,
+            jobs_per_step=schedule.jobs_per_step,
+            data_fingerprint=self.rows.fingerprint,
+            token_budget=self.config.token_budget,
+        )
+
+    @cached_property
+    def validation_epoch(self) -> EpochSchedule | None:
+        """The jobs of the teacher-forced validation pass, the same at every pass."""
+        if self.validation_rows is None:
+            return None
+        return build_epoch(
+            self.validation_rows.lengths,
+            self.buckets,
+            seed=self.config.seed,
+            epoch=VALIDATION_EPOCH,
+            order="shuffle",
+            draw="seeded",
+            min_ready=1,
+            jobs_per_step=1,
+            data_fingerprint=self.validation_rows.fingerprint,
+            token_budget=self.config.token_budget,
+        )
+
+    def buffer_specs(self) -> list[BufferSpec]:
+        """Every buffer that a target or a micro-step writes or reads (parameters and optimizer state apart)."""
+        config, spec = self.config, self.spec
+        shape: dict[str, Any] = {
+            "token_budget": config.token_budget,
+            "feature_size": len(spec.target_layer_ids) * spec.hidden_size,
+            "num_anchors": config.num_anchors,
+            "block_size": spec.block_size,
+            "device": self.device,
+        }
+        return [
+            *slot_specs(
+                num_slots=self.slots, num_targets=config.devices.num_targets, feature_dtype=self.compute_dtype, **shape
+            ),
+            *workspace_specs(dtype=self.compute_dtype, **shape),
+        ]
+
+    def identity(self) -> dict[str, Any]:
+        """Derived facts that a resumed run must share with its checkpoint."""
+        return {
+            "data_fingerprint": self.rows.fingerprint,
+            "buckets": [[bucket.length, bucket.rows] for bucket in self.buckets],
+            "target_layer_ids": list(self.spec.target_layer_ids),
+            "mask_token_id": self.spec.mask_token_id,
+            "jobs_per_epoch": self.jobs_per_epoch,
+            "dtypes": [str(self.target_dtype), str(self.compute_dtype)],
+        }
+
+    def __str__(self) -> str:
+        epoch, config = self.first_epoch, self.config
+        jobs = np.bincount(epoch.job_bucket, minlength=len(self.buckets))
+        buckets = ", ".join(f"{b.length}x{b.rows}: {n}" for b, n in zip(self.buckets, jobs, strict=True))
+        head = f"{self.spec.head_vocab_size} ids, {self.head_coverage:.2%} of supervised tokens"
+        return (
+            f"rows      {len(self.rows)} kept of {self.rows.report.rows_in}; "
+            f"{self.rows.report.num_tokens} tokens, {self.rows.report.supervised_share:.1%} supervised\n"
+            f"jobs      {epoch.num_jobs} per epoch of {config.token_budget} positions, "
+            f"padding {epoch.padding_share(self.rows.lengths):.1%}; bucket length x rows: jobs = {buckets}\n"
+            f"drafter   {self.spec.num_hidden_layers} layers, block {self.spec.block_size}, "
+            f"taps {list(self.spec.target_layer_ids)} of {self.spec.num_target_layers} layers, "
+            f"mask token {self.spec.mask_token_id}, head {head}\n"
+            f"anchors   {config.num_anchors} per job, micro-steps of {list(self.sizes)}\n"
+            f"ring      {self.slots} slots, min_ready {self.min_ready}, reorder window {self.window}, "
+            f"draw {config.schedule.draw}"
+        )
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _DTYPES[name]
+
+
+def make_plan(config: Config) -> RunPlan:
+    """Read data and configurations and decide every shape; nothing is loaded onto a device.
+
+    Raises:
+        ValueError: data, target and settings do not fit each other; the message says which and what to change.
+    """
+    if config.devices.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("devices.device is 'cuda', but torch finds no CUDA device; use devices.device=cpu")
+    facts = read_facts(config.target)
+    drafter = config.drafter
+    taps = drafter.target_layer_ids or default_target_layer_ids(facts.num_hidden_layers, drafter.num_hidden_layers)
+    check_target_layer_ids(taps, facts.num_hidden_layers)
+    tokenizer = load_tokenizer(config.target)
+    rows = _prepare(config, config.data.train, tokenizer)
+    validation = _prepare(config, config.data.validation, tokenizer) if config.data.validation else None
+    _check_vocabulary(rows, facts.vocab_size)
+    mask_token_id = drafter.mask_token_id
+    if mask_token_id is None:
+        mask_token_id = choose_mask_token(tokenizer, facts.vocab_size, rows)
+    for name, each in (("data.train", rows), ("data.validation", validation)):
+        if each is not None:
+            check_mask_token(each, mask_token_id, name)
+    head_ids, coverage = _reduced_head(rows, facts.vocab_size, drafter.draft_vocab_size)
+    lengths = rows.lengths if validation is None else np.concatenate([rows.lengths, validation.lengths])
+    buckets = choose_buckets(lengths, token_budget=config.token_budget, num_buckets=config.schedule.num_buckets)
+    spec = _spec(config, facts, taps, mask_token_id, None if head_ids is None else len(head_ids), buckets[-1].length)
+    slots, min_ready, window = _ring_sizes(config, len(taps) * facts.hidden_size)
+    return RunPlan(
+        config=config,
+        rows=rows,
+        validation_rows=validation,
+        facts=facts,
+        spec=spec,
+        buckets=buckets,
+        job_shape=JobShape(
+            token_budget=config.token_budget,
+            num_anchors=config.num_anchors,
+            block_size=spec.block_size,
+            gamma=drafter.gamma,
+            anchor_rate=drafter.anchor_rate,
+            num_anchors_per_sample=drafter.num_anchors_per_sample,
+            seed=config.seed,
+            head_index=None if head_ids is None else _invert(head_ids, facts.vocab_size),
+        ),
+        head_ids=head_ids,
+        head_coverage=coverage,
+        slots=slots,
+        min_ready=min_ready,
+        window=window,
+    )
+
+
+def _prepare(config: Config, files: tuple[str, ...], tokenizer: Any) -> TokenRows:
+    return prepare(
+        files,
+        tokenizer,
+        max_length=config.data.max_length,
+        chat_template=config.data.chat_template,
+        cache_dir=Path(config.data.cache_dir or ".cache/dflash_graph"),
+    )
+
+
+def _check_vocabulary(rows: TokenRows, vocab_size: int) -> None:
+    highest = int(rows.tokens.max())
+    if highest >= vocab_size:
+        raise ValueError(
+            f"the data's token ids must be rows of the target's embedding, 0..{vocab_size - 1}; found {highest}. "
+            "The tokenizer and the model do not belong together"
+        )
+
+
+def _reduced_head(rows: TokenRows, vocab_size: int, size: int | None) -> tuple[np.ndarray | None, float]:
+    """Full ids of the `size` most frequent supervised tokens, ascending, and the share of tokens they cover."""
+    if size is None:
+        return None, 1.0
+    if size > vocab_size:
+        raise ValueError(
+            f"drafter.draft_vocab_size must be at most the target's vocabulary, {vocab_size}; found {size}"
+        )
+    counts = rows.token_counts(vocab_size)
+    ids = np.sort(np.argsort(-counts, kind="stable")[:size])
+    return ids, float(counts[ids].sum() / counts.sum())
+
+
+def _invert(head_ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    index = np.full(vocab_size, -1, dtype=np.int32)
+    index[head_ids] = np.arange(len(head_ids), dtype=np.int32)
+    return index
+
+
+def _spec(
+    config: Config, facts: ModelFacts, taps: tuple[int, ...], mask_token_id: int, head: int | None, longest: int
+) -> DrafterSpec:
+    drafter = config.drafter
+    return DrafterSpec(
+        hidden_size=facts.hidden_size,
+        num_hidden_layers=drafter.num_hidden_layers,
+        num_attention_heads=drafter.num_attention_heads or facts.num_attention_heads,
+        num_key_value_heads=drafter.num_key_value_heads or facts.num_key_value_heads,
+        head_dim=drafter.head_dim or facts.head_dim,
+        intermediate_size=drafter.intermediate_size or facts.intermediate_size,
+        rms_norm_eps=facts.rms_norm_eps,
+        rope_theta=facts.rope_theta,
+        vocab_size=facts.vocab_size,
+        block_size=drafter.block_size,
+        target_layer_ids=tuple(taps),
+        num_target_layers=facts.num_hidden_layers,
+        mask_token_id=mask_token_id,
+        layer_types=drafter.resolved_layer_types,
+        sliding_window=drafter.sliding_window,
+        causal=drafter.causal,
+        draft_vocab_size=head,
+        max_trained_length=longest,
+        target_path=config.target.path,
+        gguf_file=config.target.gguf_file,
+    )
+
+
+def _ring_sizes(config: Config, feature_size: int) -> tuple[int, int, int]:
+    """(slots, min_ready, reorder window); slots default to min(20, what half the free memory holds)."""
+    schedule, targets = config.schedule, config.devices.num_targets
+    min_ready = schedule.min_ready or 10
+    slots = schedule.slots
+    if slots is None:
+        item = 2 if config.devices.device == "cuda" else 4
+        fits = _free_bytes(config.devices.device) // 2 // (config.token_budget * feature_size * item)
+        slots = max(min_ready + targets + 2, min(20, fits))
+    window = schedule.reorder_window or max(1, slots - 2)
+    check_ring(slots, min_ready, targets, window)
+    return slots, min_ready, window
+
+
+def _free_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,186 @@
+"""`train(config)`: the whole run, top-down. Plan, buffers, threads, and an orderly end.
+
+The main thread owns the start-up order, the signals and the first error; the work happens in the workers' threads
+(`workers.py`, `trainer.py`).
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, compare_settings, load_checkpoint, resolve_resume
+from dflash_graph.config import Config, save_config
+from dflash_graph.control import RunControl
+from dflash_graph.dispatch import Dispatcher
+from dflash_graph.metrics import MetricsLogger, truncate_to_step
+from dflash_graph.padding import pad_job
+from dflash_graph.plan import RunPlan, make_plan
+from dflash_graph.static_buffers import BufferTable, Ring
+from dflash_graph.trainer import Progress, Trainer
+from dflash_graph.workers import Schedules, StartUp, TargetWorker, start_thread
+
+_GRACE_S = 4.0  # after an error, a worker inside a long operator is not waited for any longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run ended. `accept_length` is that of the last validation pass (teacher-forced), if there was one."""
+
+    run_dir: Path
+    step: int
+    jobs: int
+    complete: bool
+    accept_length: float | None
+
+
+def train(config: Config, *, resume: str = "never", dry_run: bool = False) -> TrainResult:
+    """Train a drafter as `config` says; the command `dflash-graph train`.
+
+    Args:
+        resume: "never", "auto" (the run folder's newest whole checkpoint, or a fresh start), or a checkpoint's path.
+        dry_run: validate, print the plan with its buffers, run one step, keep nothing.
+
+    Raises:
+        ValueError: settings, data, target or checkpoint do not fit; before any expensive work.
+        Exception: the first error of any worker, with the worker's name as a note.
+    """
+    if dry_run:
+        resume_path, message = None, "dry run: one step, nothing is kept"
+    else:
+        resume_path, message = resolve_resume(resume, config.run_dir)
+    print(message, flush=True)
+    checkpoint = load_checkpoint(resume_path) if resume_path is not None else None
+    plan = make_plan(config)
+    settings = config.to_dict() | {"derived": plan.identity()}
+    if checkpoint is not None:
+        for line in compare_settings(checkpoint.state["settings"], settings):
+            print(f"changed since the checkpoint: {line}", flush=True)
+    print(plan.rows.report, plan, sep="\n", flush=True)
+    return _Run(plan, settings, checkpoint, dry_run=dry_run).run()
+
+
+class _Run:
+    """The parts of one run and their life cycle."""
+
+    def __init__(
+        self, plan: RunPlan, settings: dict[str, Any], checkpoint: Checkpoint | None, *, dry_run: bool
+    ) -> None:
+        config = plan.config
+        self.plan, self.dry_run = plan, dry_run
+        self.folder = Path(config.run_dir)
+        progress = Progress() if checkpoint is None else Progress.from_dict(checkpoint.state["progress"])
+        self.table = BufferTable(plan.buffer_specs())
+        if dry_run:
+            print(self.table, flush=True)
+        self.control = RunControl(wait_timeout_s=config.schedule.wait_timeout_s)
+        self.finish = threading.Event()
+        schedules = Schedules(plan, None if dry_run else self.folder / "schedule")
+        self.ring = Ring(self.control, plan.slots, device=plan.device)
+        writer, logger = None, None
+        if not dry_run:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_config(config, self.folder / "config.yaml")
+            writer = CheckpointWriter(self.folder, config.checkpoint.keep)
+            print(truncate_to_step(self.folder, -1 if checkpoint is None else progress.step), flush=True)
+            logger = MetricsLogger(
+                self.folder,
+                config.log,
+                total_jobs=plan.total_jobs,
+                bucket_lengths=[bucket.length for bucket in plan.buckets],
+                step=progress.step,
+                jobs_trained=progress.jobs,
+            )
+        self.dispatcher = Dispatcher(
+            self.control,
+            schedules.jobs(progress.epoch, progress.mask(schedules, plan.jobs_per_epoch)),
+            lambda schedule, job: pad_job(plan.rows, schedule, job, plan.job_shape),
+            num_workers=config.schedule.padding_workers,
+            window=plan.window,
+        )
+        self.targets = [
+            TargetWorker(i, plan, self.table, self.ring, self.dispatcher, self.control)
+            for i in range(config.devices.num_targets)
+        ]
+        self.trainer = Trainer(
+            plan,
+            self.table,
+            self.ring,
+            schedules,
+            self.targets,
+            settings=settings,
+            progress=progress,
+            checkpoint=checkpoint,
+            writer=writer,
+            logger=logger,
+            dispatcher_state=lambda: (self.dispatcher.wait_seconds(), self.dispatcher.depths()),
+            finish=self.finish,
+        )
+
+    def run(self) -> TrainResult:
+        started = time.monotonic()
+        workers: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
+            (target.name, target.load, target.run) for target in self.targets
+        ]
+        workers.append(("drafter", self.trainer.load, self.trainer.dry_run if self.dry_run else self.trainer.run))
+        start_up = StartUp(self.control, len(workers))
+        try:
+            with self._signals():
+                threads = [
+                    start_thread(self.control, name, partial(start_up.load_and_run, index, load, run))
+                    for index, (name, load, run) in enumerate(workers)
+                ]
+                self._wait(threads)
+        finally:
+            self.trainer.close()
+        self.control.raise_first_error()
+        progress, validation = self.trainer.progress, self.trainer.last_validation
+        print(f"ended at step {progress.step} after {time.monotonic() - started:.1f} s", flush=True)
+        return TrainResult(
+            run_dir=self.folder,
+            step=progress.step,
+            jobs=progress.jobs,
+            complete=progress.epoch >= self.plan.config.epochs,
+            accept_length=None if validation is None else validation.accept_length,
+        )
+
+    def _wait(self, threads: list[threading.Thread]) -> None:
+        """Until the drafter's thread (the last one) ends; then stop the others and join them."""
+        drafter = threads[-1]
+        try:
+            while drafter.is_alive() and self.control.error is None:
+                drafter.join(0.1)
+        finally:
+            self.control.stop()
+            deadline = time.monotonic() + _GRACE_S
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            if self.control.error is None:
+                self.dispatcher.close()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM finishes the current step and saves; a second one ends the run at once."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.finish.is_set():
+                raise KeyboardInterrupt
+            self.finish.set()
+            name = signal.Signals(number).name
+            print(f"\n{name}: finishing the current step, then saving; once more ends at once", flush=True)
+
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may set handlers; whoever calls from another one stops the run its own way
+            return
+        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

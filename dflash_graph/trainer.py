@@ -1,0 +1,294 @@
+"""The drafter worker: the thread that draws slots, trains, validates, logs and saves.
+
+It owns the drafter, its optimizer and the run's progress. One step is `jobs_per_step` draws, each a load into the
+workspace and a micro-step, then one apply. A job counts as trained when its step is done. Called by `train.py`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, decode_mask, encode_mask
+from dflash_graph.drafter import FlatParameters
+from dflash_graph.initialise import initial_parameters
+from dflash_graph.metrics import MetricsLogger
+from dflash_graph.padding import PaddedJob, pad_job
+from dflash_graph.plan import RunPlan
+from dflash_graph.schedule import EpochSchedule
+from dflash_graph.static_buffers import BufferTable, Pool, Ring
+from dflash_graph.step import Counts, DrafterStep, learning_rate
+from dflash_graph.workers import Schedules, TargetWorker, set_cpu_threads
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where a run stands, at a step boundary.
+
+    Attributes:
+        epoch: the epoch to train next; equal to `epochs` when the run is complete.
+        trained: what `Pool.start_epoch` takes: jobs trained in that epoch ("seeded"), or their (J,) bool mask.
+        jobs: jobs trained in all epochs.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    trained: int | np.ndarray = 0
+    jobs: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        trained = encode_mask(self.trained) if isinstance(self.trained, np.ndarray) else self.trained
+        return {"step": self.step, "epoch": self.epoch, "trained": trained, "jobs": self.jobs}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
+        trained = values["trained"]
+        return cls(**{**values, "trained": trained if isinstance(trained, int) else decode_mask(trained)})
+
+    def mask(self, schedules: Schedules, jobs_per_epoch: int) -> np.ndarray:
+        """(J,) bool, the jobs of `epoch` that are trained."""
+        if isinstance(self.trained, np.ndarray):
+            return self.trained
+        mask = np.zeros(jobs_per_epoch, dtype=bool)
+        if self.trained:
+            mask[schedules[self.epoch].draw_order[: self.trained]] = True
+        return mask
+
+
+class Trainer:
+    """Everything that happens in the drafter's thread.
+
+    Args:
+        settings: nested plain settings and derived facts, kept in each checkpoint.
+        checkpoint: what to resume from, or None for a fresh start.
+        writer, logger: None in a dry run, which keeps nothing.
+        other_waits: seconds per (worker, cause) and depths known to the dispatcher.
+        finish: set when the user asks to stop: the current step is finished, saved, and the run ends in good order.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        table: BufferTable,
+        ring: Ring,
+        schedules: Schedules,
+        targets: list[TargetWorker],
+        *,
+        settings: dict[str, Any],
+        progress: Progress,
+        checkpoint: Checkpoint | None,
+        writer: CheckpointWriter | None,
+        logger: MetricsLogger | None,
+        dispatcher_state: Callable[[], tuple[dict[tuple[str, str], float], dict[str, int]]],
+        finish: threading.Event,
+    ) -> None:
+        self.plan, self.table, self.ring, self.schedules, self.targets = plan, table, ring, schedules, targets
+        self.settings, self.progress, self.writer, self.logger = settings, progress, writer, logger
+        self.pool = Pool(ring, plan.config.schedule.draw, plan.config.seed)
+        self.last_validation: Counts | None = None
+        self._checkpoint, self._dispatcher_state, self._finish = checkpoint, dispatcher_state, finish
+        self._validation_jobs: list[PaddedJob] = []
+        self._validated_step = self._saved_step = -1 if checkpoint is None else progress.step
+        self._logged_step = progress.step
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Make the drafter and its optimizer, and restore or initialise them. Needs the first target loaded."""
+        plan, config = self.plan, self.plan.config
+        set_cpu_threads(config.devices.drafter_threads)
+        target = self.targets[0].target
+        assert target is not None, "targets are set up before the drafter"
+        parameters = FlatParameters(plan.spec.parameter_shapes(), device=plan.device, compute_dtype=plan.compute_dtype)
+        head = target.head_weight
+        if plan.head_ids is not None:
+            head = head.index_select(0, torch.from_numpy(plan.head_ids).to(head.device))
+        self.step = DrafterStep(
+            plan.spec,
+            parameters,
+            config.optim,
+            sizes=plan.sizes,
+            table=self.table,
+            embed_weight=target.embed_weight.to(plan.device, plan.compute_dtype),
+            head_weight=head.to(plan.device, plan.compute_dtype),
+        )
+        if self._checkpoint is None:
+            layers = target.decoder.layers
+            parameters.load(initial_parameters(plan.spec, config.drafter.init, seed=config.seed, target_layers=layers))
+        else:
+            masters = {name: self._checkpoint.drafter[name] for name in plan.spec.parameter_shapes()}
+            self.step.load_state(masters, self._checkpoint.optimizer)
+            self._checkpoint = None
+        if self.writer is not None:
+            self.writer.reserve(*self.step.state_tensors())
+        if plan.validation_rows is not None and (epoch := plan.validation_epoch) is not None:
+            self._validation_jobs = [
+                pad_job(plan.validation_rows, epoch, job, plan.job_shape) for job in range(epoch.num_jobs)
+            ]
+        self._addresses = self.step.addresses()
+
+    def check_addresses(self) -> None:
+        """Raise if anything a step touches was moved or rebound since set-up."""
+        self.table.check_addresses()
+        now = self.step.addresses()
+        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
+        if moved:
+            raise RuntimeError(f"tensors of the step must keep their addresses; moved: {', '.join(moved)}")
+
+    # ---- the run ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train from `progress` to the last epoch's end, or until asked to finish; save what was reached."""
+        if self.progress.step == 0:
+            self._validate()
+            self._save()  # before any training: a disk or a folder that cannot hold a checkpoint shows now
+        while self.progress.epoch < self.plan.config.epochs and not self._finish.is_set():
+            self._run_epoch(self.schedules[self.progress.epoch])
+        self._log()
+        self._save()
+        self.check_addresses()
+
+    def dry_run(self) -> None:
+        """One step of the first epoch, by the same code."""
+        schedule = self.schedules[0]
+        self.pool.start_epoch(schedule, 0)
+        self._step(min(self.plan.config.schedule.jobs_per_step, schedule.num_jobs))
+        counts = self.step.read_counts()
+        self._check_counts(counts)
+        print(f"one step: loss {counts.loss_sum / counts.weight_sum:.4f}, gradient norm {counts.grad_norm:.4f}")
+        self.check_addresses()
+
+    def close(self) -> None:
+        """Finish the checkpoint in flight and close the metrics."""
+        try:
+            if self.writer is not None:
+                self.writer.close()
+        finally:
+            if self.logger is not None:
+                self.logger.close()
+
+    def _run_epoch(self, schedule: EpochSchedule) -> None:
+        plan, progress = self.plan, self.progress
+        self.pool.start_epoch(schedule, progress.trained)
+        if self.logger is not None:
+            self.logger.log_schedule(
+                progress.step,
+                epoch=schedule.epoch,
+                jobs_per_bucket=np.bincount(schedule.job_bucket, minlength=len(plan.buckets)).tolist(),
+                padding_share=schedule.padding_share(plan.rows.lengths),
+            )
+        while (left := self.pool.jobs_left) and not self._finish.is_set():
+            jobs = self._step(min(plan.config.schedule.jobs_per_step, left))
+            self.pool.mark_trained(jobs)
+            progress.step += 1
+            progress.jobs += len(jobs)
+            at_end = len(jobs) == left
+            # A checkpoint of the epoch's last step starts the next epoch.
+            progress.epoch, progress.trained = (
+                (schedule.epoch + 1, 0) if at_end else (schedule.epoch, self.pool.trained)
+            )
+            self._after_step(at_end)
+
+    def _after_step(self, at_end: bool) -> None:
+        step, config = self.progress.step, self.plan.config
+        every = config.log.validate_every
+        if step % config.log.every == 0 or at_end:
+            self._log()
+        if (at_end if every is None else step % every == 0) or self.progress.epoch == config.epochs:
+            self._validate()
+        if step % config.checkpoint.every == 0:
+            self._save()
+        if self.writer is not None:
+            self.writer.check()
+
+    def _step(self, num_jobs: int) -> list[int]:
+        """One optimizer step over the next `num_jobs` draws; return their job indices in the order drawn."""
+        drawn = []
+        for _ in range(num_jobs):
+            lease = self.pool.next("drafter")
+            size = self.step.load_slot(lease.slot, lease.job)
+            self.ring.release(lease)
+            self.step.micro_step(size)
+            drawn.append(lease.job)
+        self._lr = learning_rate(self.plan.config.optim, self.progress.jobs + num_jobs, self.plan.total_jobs)
+        self.step.apply(self._lr)
+        if self.logger is not None:
+            self.logger.add_step(drawn)
+        return [job.index for job in drawn]
+
+    # ---- now and then -----------------------------------------------------------------------------------------------
+
+    def _log(self) -> None:
+        if self.logger is None or self._logged_step == self.progress.step:
+            return
+        counts = self.step.read_counts()
+        dispatcher_waits, dispatcher_depths = self._dispatcher_state()
+        self.logger.add_counts(counts)
+        self.logger.log(
+            self.progress.step,
+            epoch=self.progress.epoch,
+            jobs_trained=self.progress.jobs,
+            lr=self._lr,
+            waits=self.ring.wait_seconds() | dispatcher_waits,
+            depths=self.ring.depths() | dispatcher_depths,
+            ready_by_bucket=self.ring.ready_by_bucket(),
+        )
+        self._logged_step = self.progress.step
+        self._check_counts(counts)
+
+    def _check_counts(self, counts: Counts) -> None:
+        limit = self.plan.config.optim.max_skipped_steps
+        if counts.skipped_in_a_row >= limit:
+            raise RuntimeError(
+                f"the last {counts.skipped_in_a_row} steps were skipped (limit optim.max_skipped_steps = {limit}): "
+                f"their gradient was not finite, or no row had a weight (weight sum {counts.weight_sum:g}). Lower "
+                "optim.lr, or check the data and the target's hidden states"
+            )
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        """Teacher-forced pass over the held-out rows, with the first target between two of its own jobs."""
+        if not self._validation_jobs or self.logger is None or self._validated_step == self.progress.step:
+            return
+        self._log()  # the counters are shared: what training has counted is read first
+        started = time.monotonic()
+        target = self.targets[0]
+        for job in self._validation_jobs:
+            with target.turn:
+                size = self.step.load(target.extract(job), job)
+            self.step.micro_step(size, train=False)
+        counts = self.step.read_counts()
+        seconds = time.monotonic() - started
+        self.logger.add_wait("drafter", "validation", seconds)
+        self.logger.log_validation(self.progress.step, counts, seconds=seconds)
+        loss = counts.loss_sum / counts.weight_sum if counts.weight_sum else float("nan")
+        print(
+            f"validation at step {self.progress.step}: loss {loss:.4f}, teacher-forced accept_length "
+            f"{counts.accept_length:.3f} ({seconds:.1f} s)",
+            flush=True,
+        )
+        self.last_validation, self._validated_step = counts, self.progress.step
+
+    def _save(self) -> None:
+        if self.writer is None or self._saved_step == self.progress.step:
+            return
+        self._log()
+        drafter, optimizer = self.step.state_tensors()
+        if self.plan.head_ids is not None:
+            drafter |= {"draft_vocab_ids": torch.from_numpy(self.plan.head_ids)}
+        fresh = self.last_validation is not None and self._validated_step == self.progress.step
+        stall = self.writer.save(
+            self.progress.step,
+            drafter,
+            optimizer,
+            {"progress": self.progress.to_dict(), "settings": self.settings, "drafter": self.plan.spec.to_dict()},
+            accept_length=self.last_validation.accept_length if fresh and self.last_validation else None,
+        )
+        if self.logger is not None:
+            self.logger.add_wait("drafter", "checkpoint", stall)
+        print(f"checkpoint at step {self.progress.step}: held training for {stall * 1000:.0f} ms", flush=True)
+        self._saved_step = self.progress.step

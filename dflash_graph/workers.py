@@ -1,0 +1,179 @@
+"""The target worker: a thread that owns one target and turns jobs into filled slots, and the job list it pulls from.
+
+A worker makes everything of its own inside its thread and never touches the drafter's state. It takes a job and its
+slot together, runs the target into its output buffer, copies that into the slot, and publishes the slot. Called by
+`train.py`.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_graph.control import RunControl, Stopped
+from dflash_graph.dispatch import PaddedJob
+from dflash_graph.plan import RunPlan
+from dflash_graph.schedule import EpochSchedule
+from dflash_graph.static_buffers import SLOT_METADATA, BufferTable, JobSource, Ring, write_metadata
+from dflash_graph.target import Target
+
+
+def start_thread(control: RunControl, name: str, run: Callable[[], None]) -> threading.Thread:
+    """Run `run` in a thread whose first error ends the run. A `Stopped` is an orderly end."""
+
+    def guarded() -> None:
+        try:
+            run()
+        except Stopped:
+            pass
+        except BaseException as error:
+            control.fail(name, error)
+
+    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+class StartUp:
+    """Workers set themselves up inside their own threads, one at a time and in order, before any of them runs."""
+
+    def __init__(self, control: RunControl, count: int) -> None:
+        self._control, self._count, self._loaded = control, count, 0
+        self._changed = control.condition()
+
+    def load_and_run(self, index: int, load: Callable[[], None], run: Callable[[], None]) -> None:
+        """The life of worker `index`: its turn to load, the others' turns, its run."""
+        self._wait(lambda: self._loaded == index, index, "its turn to set up")
+        load()
+        with self._changed:
+            self._loaded += 1
+            self._changed.notify_all()
+        self._wait(lambda: self._loaded == self._count, index, "the other workers' set-up")
+        run()
+
+    def _wait(self, predicate: Callable[[], bool], index: int, what: str) -> None:
+        with self._changed:
+            self._control.wait_for(
+                self._changed,
+                predicate,
+                who=f"worker {index}",
+                what=what,
+                describe=lambda: f"{self._loaded} of {self._count} workers are set up",
+            )
+
+
+def set_cpu_threads(chosen: int | None) -> None:
+    """Threads of the calling worker's CPU operators: as configured, or all cores."""
+    torch.set_num_threads(chosen or len(os.sched_getaffinity(0)))
+
+
+class Schedules:
+    """The epoch schedules of a run, built when first needed and kept as files, so that a resumed run reads the same.
+
+    Args:
+        folder: `schedule/` of the run folder; None keeps them in memory only.
+    """
+
+    def __init__(self, plan: RunPlan, folder: Path | None) -> None:
+        self._plan, self._folder = plan, folder
+        self._known: dict[int, EpochSchedule] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, epoch: int) -> EpochSchedule:
+        with self._lock:
+            if epoch not in self._known:
+                self._known = {e: s for e, s in self._known.items() if e >= epoch - 1}
+                self._known[epoch] = self._read_or_build(epoch)
+            return self._known[epoch]
+
+    def _read_or_build(self, epoch: int) -> EpochSchedule:
+        if self._folder is None:
+            return self._plan.build_epoch(epoch)
+        path = self._folder / f"epoch_{epoch:05d}.npz"
+        if path.exists():
+            schedule = EpochSchedule.load(path)
+            if schedule.data_fingerprint != self._plan.rows.fingerprint or schedule.epoch != epoch:
+                raise ValueError(
+                    f"schedule file {path} belongs to other data or another epoch; delete the folder {self._folder} or "
+                    "use another run_dir"
+                )
+            return schedule
+        self._folder.mkdir(parents=True, exist_ok=True)
+        schedule = self._plan.first_epoch if epoch == 0 else self._plan.build_epoch(epoch)
+        schedule.save(path)
+        return schedule
+
+    def jobs(self, first_epoch: int, trained: np.ndarray) -> Iterator[tuple[EpochSchedule, int]]:
+        """The run's linear job list from `first_epoch` on, without the jobs of that epoch marked in `trained` (J,)."""
+        for epoch in range(first_epoch, self._plan.config.epochs):
+            schedule = self[epoch]
+            for job in range(schedule.num_jobs):
+                if epoch > first_epoch or not trained[job]:
+                    yield schedule, job
+
+
+class TargetWorker:
+    """One target and the thread that runs it.
+
+    Attributes:
+        target: loaded by `load`, inside the worker's thread.
+        busy_s: seconds spent in forward passes and copies.
+    """
+
+    def __init__(
+        self, index: int, plan: RunPlan, table: BufferTable, ring: Ring, source: JobSource, control: RunControl
+    ) -> None:
+        self.name = f"target-{index}"
+        self._plan, self._table, self._ring, self._source, self._control = plan, table, ring, source, control
+        self._output = table[f"target.{index}.output"]
+        # The validation pass borrows the target between two of its jobs.
+        self._turn = threading.Lock()
+        self.busy_s = 0.0
+        self.target: Target | None = None
+
+    def load(self) -> None:
+        """Load the target; check its attention against transformers' own."""
+        plan = self._plan
+        set_cpu_threads(plan.config.devices.target_threads)
+        target = Target(
+            plan.config.target,
+            target_layer_ids=plan.spec.target_layer_ids,
+            output=self._output,
+            device=plan.device,
+            dtype=plan.target_dtype,
+        )
+        target.check_attention()
+        self.target = target
+
+    def run(self) -> None:
+        """Fill slots until the job list is exhausted."""
+        while (lease := self._ring.take(self._source, self.name)) is not None:
+            started = time.monotonic()
+            self._ring.wait_drained(lease)
+            with self._turn:
+                features = self._forward(lease.job)
+                self._table["slot.features"][lease.slot].copy_(features)
+            write_metadata(self._table, lease.slot, lease.job)
+            self.busy_s += time.monotonic() - started
+            self._ring.filled(lease)
+
+    def extract(self, job: PaddedJob) -> dict[str, Tensor]:
+        """Features and metadata of a job outside the ring, valid until the caller leaves `turn` (validation pass)."""
+        metadata = {name: getattr(job, name).to(self._output.device) for name in SLOT_METADATA}
+        return {"features": self._forward(job), **metadata}
+
+    @property
+    def turn(self) -> threading.Lock:
+        """Held by whoever runs the target and reads its output buffer."""
+        return self._turn
+
+    def _forward(self, job: PaddedJob) -> Tensor:  # (T, N*D)
+        assert self.target is not None
+        token_ids = job.token_ids.to(self._output.device)
+        self.target.forward(token_ids, job.num_rows, job.bucket_length)
+        return self._output
