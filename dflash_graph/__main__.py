@@ -54,13 +54,13 @@ def _prepare(args: argparse.Namespace) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     config = _load(args)
-    from dflash_graph.train import train
+    from dflash_graph.training import train
 
     train(config, resume=args.resume, dry_run=args.dry_run)
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from dflash_graph.evaluate import evaluate
+    from dflash_graph.evaluation import evaluate
 
     report = evaluate(args.run, args.prompts, max_new_tokens=args.max_new_tokens, limit=args.limit, device=args.device)
     print(report)
@@ -70,7 +70,14 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code (0 done, 2 bad input, 130 interrupted)."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse gives up on positional arguments that follow an option; settings may stand anywhere.
+    wrong = [item for item in rest if item.startswith("-") or "=" not in item or not hasattr(args, "overrides")]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
     try:
         {"prepare": _prepare, "train": _train, "eval": _evaluate}[args.command](args)
     except ValueError as error:

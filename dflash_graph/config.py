@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
+from yaml import YAMLError
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -358,7 +359,10 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     if path is not None:
         if not Path(path).is_file():
             raise ValueError(f"--config must name an existing YAML file; found {str(path)!r}")
-        loaded = OmegaConf.load(path)
+        try:
+            loaded = OmegaConf.load(path)
+        except (YAMLError, OSError) as error:
+            raise ValueError(f"{path} is not readable YAML: {error}") from None
         if not OmegaConf.is_dict(loaded):
             raise ValueError(f"{path} must hold a mapping of keys to values")
         base = loaded  # type: ignore[assignment]

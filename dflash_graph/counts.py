@@ -97,6 +97,7 @@ def count_metrics(counts: "Counts", *, top_k: bool = True) -> dict[str, Any]:
 
     accuracy: P(row k right). acceptance: P(rows 1..k all right) among blocks whose rows 1..k are all trained.
     accept_length: 1 + the sum of acceptance, tokens per verification under teacher forcing, bonus included.
+    rows_per_k, blocks_per_k: the denominators of accuracy and acceptance, so that records can be pooled.
     """
     metrics = {
         "loss": ratio(counts.loss_sum, counts.weight_sum),
@@ -104,6 +105,8 @@ def count_metrics(counts: "Counts", *, top_k: bool = True) -> dict[str, Any]:
         "accept_length": counts.accept_length if counts.rows.sum() > 0 else None,
         "accuracy": ratios(counts.correct, counts.rows),
         "acceptance": ratios(counts.leading, counts.blocks),
+        "rows_per_k": counts.rows,
+        "blocks_per_k": counts.blocks,
     }
     if top_k:
         metrics["top_k_accuracy"] = ratios(counts.correct_top_k, counts.rows)

@@ -59,8 +59,9 @@ class TokenRows:
         wanted = {"tokens.bin": 4 * num_tokens, "loss_mask.bin": num_tokens, "offsets.bin": 8 * (num_rows + 1)}
         if sizes != wanted or num_rows < 1:
             raise ValueError(f"damaged data cache {folder}: files must have {wanted} bytes; found {sizes}")
-        self.tokens: NDArray[np.int32] = np.memmap(folder / "tokens.bin", np.int32, "r")
-        self.loss_mask: NDArray[np.uint8] = np.memmap(folder / "loss_mask.bin", np.uint8, "r")
+        # Plain views of the maps: slicing an np.memmap itself is several times slower.
+        self.tokens: NDArray[np.int32] = np.asarray(np.memmap(folder / "tokens.bin", np.int32, "r"))
+        self.loss_mask: NDArray[np.uint8] = np.asarray(np.memmap(folder / "loss_mask.bin", np.uint8, "r"))
         self.offsets: NDArray[np.int64] = np.fromfile(folder / "offsets.bin", np.int64)
         if self.offsets[0] != 0 or self.offsets[-1] != num_tokens or bool((np.diff(self.offsets) < 2).any()):
             raise ValueError(f"damaged data cache {folder}: offsets.bin does not describe {num_tokens} tokens")

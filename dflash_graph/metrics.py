@@ -6,6 +6,7 @@ ratio is always a ratio of sums, never an average of averages. Nothing here touc
 """
 
 import contextlib
+import datetime
 import json
 import math
 import os
@@ -315,7 +316,7 @@ class MetricsLogger:
             return
         done, total = record["jobs_trained"], self._total_jobs
         rate = (done - self._first_jobs) / max(1e-9, self._interval_started - self._started)
-        eta = f"{(total - done) / rate:.0f} s left" if rate > 0 else "no rate yet"
+        eta = f"{datetime.timedelta(seconds=round((total - done) / rate))} left" if rate > 0 else "no rate yet"
         with contextlib.suppress(BrokenPipeError):
             print(
                 f"step {record['step']}  epoch {record['epoch']}  jobs {done}/{total}  {text}  {eta}",

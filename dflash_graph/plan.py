@@ -1,7 +1,7 @@
 """Everything of a run that is known before any weight is loaded: rows, buckets, shapes, specs and buffers.
 
 `make_plan` reads the data, the target's configuration and the tokenizer, checks them against each other, and decides
-every shape once. A plan that cannot train raises here, before any expensive work. Called by `train.py`.
+every shape once. A plan that cannot train raises here, before any expensive work. Called by `training.py`.
 """
 
 import os
@@ -18,7 +18,7 @@ from dflash_graph.data import TokenRows, check_mask_token, choose_mask_token, lo
 from dflash_graph.dispatch import JobShape
 from dflash_graph.drafter import DrafterSpec
 from dflash_graph.schedule import Bucket, EpochSchedule, build_epoch, choose_buckets
-from dflash_graph.static_buffers import BufferSpec, check_ring, slot_specs
+from dflash_graph.static_buffers import BufferSpec, check_ring, default_slots, slot_specs
 from dflash_graph.step import micro_step_sizes, workspace_specs
 from dflash_graph.target import ModelFacts, check_target_layer_ids, default_target_layer_ids, read_facts
 
@@ -174,12 +174,10 @@ def make_plan(config: Config) -> RunPlan:
     rows = _prepare(config, config.data.train, tokenizer)
     validation = _prepare(config, config.data.validation, tokenizer) if config.data.validation else None
     _check_vocabulary(rows, facts.vocab_size)
-    mask_token_id = drafter.mask_token_id
-    if mask_token_id is None:
-        mask_token_id = choose_mask_token(tokenizer, facts.vocab_size, rows)
-    for name, each in (("data.train", rows), ("data.validation", validation)):
-        if each is not None:
-            check_mask_token(each, mask_token_id, name)
+    all_rows = [rows] if validation is None else [rows, validation]
+    mask_token_id = choose_mask_token(tokenizer, facts.vocab_size, *all_rows, mask_token_id=drafter.mask_token_id)
+    for each, name in zip(all_rows, ("data.train", "data.validation"), strict=False):
+        check_mask_token(each, mask_token_id, name)
     head_ids, coverage = _reduced_head(rows, facts.vocab_size, drafter.draft_vocab_size)
     lengths = rows.lengths if validation is None else np.concatenate([rows.lengths, validation.lengths])
     buckets = choose_buckets(lengths, token_budget=config.token_budget, num_buckets=config.schedule.num_buckets)
@@ -284,7 +282,7 @@ def _ring_sizes(config: Config, feature_size: int) -> tuple[int, int, int]:
     if slots is None:
         item = 2 if config.devices.device == "cuda" else 4
         fits = _free_bytes(config.devices.device) // 2 // (config.token_budget * feature_size * item)
-        slots = max(min_ready + targets + 2, min(20, fits))
+        slots = default_slots(min_ready, targets, fits)
     window = schedule.reorder_window or max(1, slots - 2)
     check_ring(slots, min_ready, targets, window)
     return slots, min_ready, window

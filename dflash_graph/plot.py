@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dflash_graph.counts import ratios
 from dflash_graph.metrics import read_records
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ def plot_run(run_dir: str | Path, eval_report: Mapping[str, Any] | None, out_png
     """Draw a run's metrics into one PNG and return its path.
 
     Args:
-        eval_report: {"acceptance": list (K-1,), "accept_length": float, "baselines": {name: the same two keys}};
-            every key may be missing. acceptance[k-1] is the share of verifications that accept positions 1..k.
+        eval_report: `EvalReport.to_dict()`; its "drafter", "other_features" and "baselines" are drawn, each with its
+            "at_least" (K-1,) and "accept_length". None draws the run alone.
 
     Raises:
         ValueError: the run folder has no training records.
@@ -81,33 +82,40 @@ def _loss(axes: Axes, train: list[dict[str, Any]], validation: list[dict[str, An
     axes.grid(alpha=0.3)
 
 
-def _mean_acceptance(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Per position, over the last few training records (they cover equally many steps)."""
-    rows = [r["acceptance"] for r in records[-_RECENT:] if r.get("acceptance")]
-    columns = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
-    return [float(np.mean(column)) if column else float("nan") for column in columns]
+def _pooled_acceptance(records: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """Per position, over the last few training records, each weighted by its blocks."""
+    recent = [r for r in records if r.get("acceptance")][-_RECENT:]
+    blocks = np.array([r["blocks_per_k"] for r in recent], dtype=float)
+    accepted = np.array([r["acceptance"] for r in recent], dtype=float) * blocks  # None becomes NaN
+    return ratios(np.nansum(accepted, axis=0), blocks.sum(axis=0)) if recent else []
 
 
 def _acceptance(
     axes: Axes, train: list[dict[str, Any]], validation: list[dict[str, Any]], report: Mapping[str, Any]
 ) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    recent = _pooled_acceptance(train)
     curves: list[tuple[str, Sequence[float | None], float | None, str, str]] = [
-        ("training, last records", _mean_acceptance(train), train[-1].get("accept_length"), "#4c72b0", "-o")
+        (f"training, last {_RECENT} records", recent, 1 + sum(p or 0 for p in recent), "#4c72b0", "-o")
     ]
     if validation:
         last = validation[-1]
         curves.append(("validation", last["acceptance"], last["accept_length"], "#1b2f52", "-s"))
-    if report.get("acceptance"):
-        curves.append(("speculative decoding", report["acceptance"], report.get("accept_length"), "#c44e52", "-D"))
+    decoded = [("speculative decoding", report.get("drafter"), "#c44e52", "-D")]
+    decoded.append(("same, features of another prompt", report.get("other_features"), "#e3a6a8", ":D"))
     greys = ("#555555", "#888888", "#aaaaaa", "#c8c8c8")
     for i, (name, baseline) in enumerate((report.get("baselines") or {}).items()):
-        curves.append((name, baseline["acceptance"], baseline.get("accept_length"), greys[i % 4], "--^"))
+        decoded.append((name, baseline, greys[i % len(greys)], "--^"))
+    for name, result, color, style in decoded:
+        if result:
+            curves.append((name, result["at_least"], result["accept_length"], color, style))
     for name, values, length, color, style in curves:
         label = name if length is None else f"{name} (accept_length {length:.2f})"
         heights = [float("nan") if value is None else value for value in values]
         axes.plot(range(1, len(heights) + 1), heights, style, color=color, markersize=4, linewidth=1.3, label=label)
     axes.set(title="Acceptance per position", xlabel="position k in the block", ylabel="share with 1..k accepted")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
@@ -159,5 +167,5 @@ def _waits(axes: Axes, train: list[dict[str, Any]]) -> None:
     axes.set(title=f"Waits, as a share of {seconds:.0f} s", xlabel="share of the wall-clock spent waiting")
     axes.set_xlim(0, 1)
     if seen:
-        axes.legend(title="waits for", fontsize=8)
+        axes.legend(title="waits for", fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     axes.grid(alpha=0.3, axis="x")

@@ -186,8 +186,7 @@ class Ring:
                 self._wait_seconds[who, "job"] += time.monotonic() - started
                 self._exhausted = job is None
                 if job is None:
-                    self._changed.notify_all()  # a drafter that waits for more jobs must notice
-                    return None
+                    return None  # leaving the turn wakes a drafter that waits for more jobs
                 key = (job.epoch, job.index)
                 if key <= self._last_taken:
                     raise RuntimeError(

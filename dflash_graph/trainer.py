@@ -1,7 +1,7 @@
 """The drafter worker: the thread that draws slots, trains, validates, logs and saves.
 
 It owns the drafter, its optimizer and the run's progress. One step is `jobs_per_step` draws, each a load into the
-workspace and a micro-step, then one apply. A job counts as trained when its step is done. Called by `train.py`.
+workspace and a micro-step, then one apply. A job counts as trained when its step is done. Called by `training.py`.
 """
 
 import threading

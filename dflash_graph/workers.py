@@ -2,7 +2,7 @@
 
 A worker makes everything of its own inside its thread and never touches the drafter's state. It takes a job and its
 slot together, runs the target into its output buffer, copies that into the slot, and publishes the slot. Called by
-`train.py`.
+`training.py`.
 """
 
 import os

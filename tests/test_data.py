@@ -387,12 +387,13 @@ def test_reasoning_reaches_the_template(tmp_path: Path) -> None:
 
 
 def test_truncation(tmp_path: Path) -> None:
-    # Prompt: 10 tokens (<|im_start|> user \n a <|im_end|> \n <|im_start|> assistant \n is 9 for one word).
-    rows = run(tmp_path, word_tokenizer(), chat("a", "b c d"), chat("a b c", "d e"), chat("a b", "d e"), max_length=11)
-    assert [rows.row(i)[0].tolist()[9:] for i in range(len(rows))] == [[6, 7]]
-    assert rows.row(0)[1].tolist() == [0] * 9 + [1, 1]
+    # A prompt of n words has 8 + n tokens; the answer is followed by <|im_end|> and a newline.
+    lines = [chat("a", "b c d"), chat("a b c", "d e"), chat("a b", "d e"), chat("", "b")]
+    rows = run(tmp_path, word_tokenizer(), *lines, max_length=11)
+    assert [rows.row(i)[0].tolist()[8:] for i in range(len(rows))] == [[1, 6, 7], [6, 13, 1]]
+    assert [rows.row(i)[1].tolist()[8:] for i in range(len(rows))] == [[0, 1, 1], [1, 1, 0]]
     assert rows.report.dropped == {"no_candidate_anchor": 1, "supervised_tokens_cut": 1}
-    assert (rows.report.truncated, rows.report.num_tokens, rows.report.num_supervised) == (1, 11, 2)
+    assert (rows.report.truncated, rows.report.num_tokens, rows.report.num_supervised) == (1, 22, 4)
 
 
 def test_report_numbers(tmp_path: Path) -> None:
@@ -621,6 +622,8 @@ def test_choose_mask_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     (tmp_path / "2").mkdir()
     using = run(tmp_path / "2", tokenizer, chat("<|reserved_0|>", "b c"))
     assert choose_mask_token(tokenizer, 32, rows, using) == tokenizer.convert_tokens_to_ids("<|start|>")
+    tokenizer.chat_template = CHATML + "{% if false %}<|start|>{% endif %}"
+    assert choose_mask_token(tokenizer, 32, rows, using) == tokenizer.convert_tokens_to_ids("<|end|>")
     (tmp_path / "3").mkdir()
     using = run(tmp_path / "3", tokenizer, chat("<|reserved_0|> <|start|> <|end|> <|eot|>", "b c"))
     assert choose_mask_token(tokenizer, 32, using) == 19

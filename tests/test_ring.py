@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from ring_simulation import DeadlockError, Job, ListSource, Setup, schedules, simulate, start
@@ -113,7 +113,9 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRingMachine = RingMachine.TestCase
-TestRingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRingMachine.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 # What brings a fresh lease into each state; every other call on it is wrong there.
@@ -475,6 +477,25 @@ def wait_until(predicate: Callable[[], bool], limit_s: float = 5.0) -> None:
     while not predicate():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def test_a_drafter_that_waits_when_the_jobs_run_out_learns_it_at_once() -> None:
+    ring = Ring(RunControl(), 2)
+    ended: list[BaseException] = []
+
+    def drafter() -> None:
+        try:
+            ring.draw(0, any_lease, "drafter", "any slot")
+        except RuntimeError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=drafter, daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    assert not ended
+    assert ring.take(ListSource([]), "target") is None
+    thread.join(2)
+    assert "which cannot come any more" in str(ended[0])
 
 
 def blocked_source(control: RunControl) -> ListSource:

@@ -3,8 +3,8 @@
 With z_i = W x_i, lse_i = log sum_v exp(z_iv), nll_i = lse_i - z_i[y_i] and p = exp(z - lse), the op computes
     loss = sum_i w_i nll_i,    d loss / d x_i = w_i (sum_v p_iv W_v - W[y_i]),
 over chunks of rows: GEMM into one preallocated scratch, row statistics, the scratch turned in place into unnormalised
-gradients e = exp(z - max) with e[y] -= s where s = sum_v e_v, GEMM into the gradient rows, which are then scaled by
-w_i / s_i (saves a pass over the scratch). All of it runs in the forward, 4*R*V*D FLOPs; the backward multiplies by the
+gradients e = exp(z - max) with e[y] -= s = sum_v e_v, GEMM into the gradient rows, which are then scaled by w_i / s_i
+(saves a pass over the scratch). All of it runs in the forward, 4*R*V*D FLOPs; the backward multiplies by the
 incoming gradient. The head never gets a gradient. Rows that do not count are zero by selection, never by a product.
 """
 
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 IGNORE_INDEX = -100
 NO_RANK = 2**62  # label_rank of rows that do not count, and of wrong rows when ranks were not asked for
 
-_RANK_ROWS = 16  # rows whose comparison with the label's logit is held at once, as bytes
+_RANK_ROWS = 8  # rows compared with their label's logit at once
 _CPU_CHUNK_ROWS = 512  # measured at D 576, V 4,096-49,152: 1,024 rows gain under 2 %, 128 rows lose 5-25 %
 _GPU_MULTIPROCESSORS = 132  # H100, H200; tiles of 128 x 256 in the second GEMM
 _GPU_LEAST_ROWS = 1536  # below it two waves per chunk cost less than a second pass over the head
@@ -34,15 +34,16 @@ class LmHeadLossWorkspace:
 
     logits: Tensor  # (C, V) float32 (float64 for float64 hidden rows); logits, then gradients
     narrow: Tensor | None  # (C, V) hidden dtype, when that is a 16-bit type
-    exceeds: Tensor  # (16, V) bool, comparison with the label's logit
-    row_stats: Tensor  # (4, C, 1) dtype of logits
+    above: Tensor  # (8, V) dtype of logits, 1 where a logit exceeds the label's
+    row_stats: Tensor  # (5, C, 1) dtype of logits
     row_index: Tensor  # (R,) int64 0, 1, ...
     grad_hidden: Tensor  # (R, D) hidden dtype, gradient of loss_sum
     nll: Tensor  # (R,) dtype of logits; 0 where the row does not count
     logsumexp: Tensor  # (R,) dtype of logits; 0 where the row does not count
+    right: Tensor  # (R,) bool, no logit exceeds the label's
     label_rank: Tensor  # (R,) int64, logits strictly greater than the label's; NO_RANK where the row does not count
     weight_sum: Tensor  # () dtype of logits, sum of the weights that count
-    read_counts: bool  # host reads of num_rows skip dead chunks: true on the CPU only
+    read_counts: bool  # the host reads num_rows and skips dead chunks: 32 and 64 bits on the CPU only
     use: int = 0  # forwards so far
 
     @property
@@ -125,15 +126,17 @@ def make_workspace(
     return LmHeadLossWorkspace(
         logits=zeros(chunk_rows, vocab_size),
         narrow=zeros(chunk_rows, vocab_size, of=dtype) if narrows else None,
-        exceeds=zeros(min(_RANK_ROWS, chunk_rows), vocab_size, of=torch.bool),
-        row_stats=zeros(4, chunk_rows, 1),
+        above=zeros(min(_RANK_ROWS, chunk_rows), vocab_size),
+        row_stats=zeros(5, chunk_rows, 1),
         row_index=torch.arange(num_rows, device=device),
         grad_hidden=zeros(num_rows, hidden_size, of=dtype),
         nll=zeros(num_rows),
         logsumexp=zeros(num_rows),
+        right=zeros(num_rows, of=torch.bool),
         label_rank=zeros(num_rows, of=torch.int64),
         weight_sum=zeros(),
-        read_counts=device.type == "cpu",
+        # The CPU's 16-bit GEMM allocates scratch of its own, so the number of its calls may not depend on the data.
+        read_counts=device.type == "cpu" and not narrows,
     )
 
 
@@ -202,13 +205,17 @@ def _check(
         raise ValueError(f"num_rows must lie in [0, {rows[0]}], the rows of hidden; found {num_rows}")
 
 
-def _rank_chunk(logits: Tensor, label_logit: Tensor, exceeds: Tensor, out: Tensor) -> None:
-    """out[i] = logits of row i strictly greater than the label's, a few rows at a time."""
-    step = exceeds.shape[0]
+def _rank_chunk(logits: Tensor, label_logit: Tensor, above: Tensor, count: Tensor, rank: Tensor) -> None:
+    """rank[i] = logits of row i strictly greater than the label's, a few rows at a time.
+
+    Counted in floats, exact below 2**24: a sum of booleans would allocate in every chunk.
+    """
+    step = above.shape[0]
     for i in range(0, logits.shape[0], step):
         j = min(i + step, logits.shape[0])
-        torch.gt(logits[i:j], label_logit[i:j], out=exceeds[: j - i])
-        torch.sum(exceeds[: j - i], dim=1, out=out[i:j])
+        part = torch.sub(logits[i:j], label_logit[i:j], out=above[: j - i]).sign_().clamp_(min=0)
+        torch.sum(part, 1, keepdim=True, out=count[i:j])
+    rank.copy_(count.view(-1))
 
 
 def _chunk(
@@ -223,7 +230,7 @@ def _chunk(
     """Statistics of one chunk of rows into ws, and e @ W / s into ws.grad_hidden (not yet times the weight)."""
     count = hidden.shape[0]
     logits = ws.logits[:count]
-    label_logit, row_max, exp_sum, label_exp = ws.row_stats[:, :count].unbind()
+    label_logit, row_max, label_exp, rest, spare = ws.row_stats[:, :count].unbind()
     narrow = None if ws.narrow is None else ws.narrow[:count]
     if narrow is None:
         torch.mm(hidden, head_weight.t(), out=logits)
@@ -234,20 +241,22 @@ def _chunk(
         logits.copy_(narrow)
     torch.gather(logits, 1, labels, out=label_logit)
     torch.amax(logits, 1, keepdim=True, out=row_max)
+    torch.ge(label_logit, row_max, out=ws.right[rows].view(-1, 1))
     if with_rank:
-        _rank_chunk(logits, label_logit, ws.exceeds, ws.label_rank[rows])
-    else:
-        wrong = torch.lt(label_logit, row_max, out=ws.exceeds.view(-1)[:count].view(count, 1))
-        torch.mul(wrong.view(-1), NO_RANK, out=ws.label_rank[rows])
+        _rank_chunk(logits, label_logit, ws.above, spare, ws.label_rank[rows])
     logits.sub_(row_max).exp_()
-    torch.sum(logits, 1, keepdim=True, out=exp_sum)
-    lse = torch.log(exp_sum.view(-1), out=ws.logsumexp[rows]).add_(row_max.view(-1))
-    torch.sub(lse, label_logit.view(-1), out=ws.nll[rows])
+    # The label's term stays out of the sum: where p is near 1, rest is accurate and s - e[y] would cancel.
+    torch.gather(logits, 1, labels, out=label_exp)
+    logits.scatter_(1, labels, 0.0)
+    torch.sum(logits, 1, keepdim=True, out=rest)
+    nll, lse = ws.nll[rows].view(-1, 1), ws.logsumexp[rows].view(-1, 1)
+    torch.expm1(torch.sub(label_logit, row_max, out=spare), out=nll).add_(rest).log1p_()
+    torch.add(nll, row_max, out=lse)
+    nll.sub_(spare)
     if not with_grad:
         return
-    torch.gather(logits, 1, labels, out=label_exp)
-    logits.scatter_(1, labels, label_exp.sub_(exp_sum))
-    scale = exp_sum.reciprocal_()
+    logits.scatter_(1, labels, torch.neg(rest, out=spare))
+    scale = torch.add(rest, label_exp, out=spare).reciprocal_()
     if narrow is None:
         torch.mm(logits, head_weight, out=ws.grad_hidden[rows]).mul_(scale)
     else:
@@ -267,7 +276,7 @@ def fused_lm_head_loss_ref(
 ) -> Tensor:
     """Loss and, into the workspace, statistics and gradient, in plain torch; arguments as `fused_lm_head_loss`.
 
-    On the CPU the host reads `num_rows` and skips chunks of dead rows; elsewhere every chunk runs and nothing syncs.
+    On the CPU, in 32 or 64 bits, the host reads `num_rows` and skips dead chunks; elsewhere every chunk runs, unsynced.
     """
     ws, total = workspace, hidden.shape[0]
     counts = (labels >= 0) & (labels < head_weight.shape[0]) & (weights != 0)
@@ -284,7 +293,12 @@ def fused_lm_head_loss_ref(
         _chunk(hidden[rows], head_weight, safe_labels[rows], ws, rows, with_rank, with_grad)
     nll = ws.nll[:total].masked_fill_(ignored, 0)
     ws.logsumexp[:total].masked_fill_(ignored, 0)
-    ws.label_rank[:total].masked_fill_(ignored, NO_RANK)
+    rank, right = ws.label_rank[:total], ws.right[:total]
+    if with_rank:
+        rank.masked_fill_((rank == 0) & ~right, NO_RANK)  # NaN exceeds nothing and must not pass for right
+    else:
+        rank.fill_(NO_RANK).masked_fill_(right, 0)
+    rank.masked_fill_(ignored, NO_RANK)
     if with_grad:
         ws.grad_hidden[:total].mul_(row_weights[:, None]).masked_fill_(ignored[:, None], 0)
     torch.sum(row_weights, 0, out=ws.weight_sum)

@@ -1,0 +1,348 @@
+"""The whole evaluation of a tiny run folder, the near-tie rule, and the definitions of accept_length."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from dflash_graph.checkpoint import CheckpointWriter, load_checkpoint
+from dflash_graph.config import TargetConfig, config_from_dict, load_config, save_config
+from dflash_graph.decoding import DecodeResult, full_forward_gaps, greedy_decode, speculative_decode
+from dflash_graph.drafter import DrafterSpec
+from dflash_graph.evaluate import check_greedy, evaluate, load_prompts, other_features
+from dflash_graph.initialise import random_parameters
+from dflash_graph.plain_drafter import PlainDrafter
+from dflash_graph.report import by_prompt_length, summarise, teacher_forced_accept_length
+
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+K = 4
+
+
+def save_tokenizer(folder: Path, *, bos: str | None = None) -> Any:
+    """Bytes as tokens, with the special tokens of TEMPLATE."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|start|>", "<|end|>", "<|mask|>"] + ([bos] if bos else [])
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens(special)
+    if bos:
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, inner.token_to_id(bos))]
+        )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|end|>", bos_token=bos, mask_token="<|mask|>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def save_target(folder: Path) -> None:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=160,
+        initializer_range=0.3,
+        eos_token_id=257,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chat(*contents: str, system: str | None = None) -> dict[str, Any]:
+    turns = [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+    return {"messages": ([{"role": "system", "content": system}] if system else []) + turns}
+
+
+def frequent_ids(target: Path, count: int) -> torch.Tensor:
+    """The ids the target writes most, so that a random drafter over them is right now and then."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    texts = [greedy_decode(model, [256, i], max_new_tokens=30, eos_ids=frozenset()) for i in range(6)]
+    return torch.bincount(torch.tensor(texts).flatten()).topk(count).indices
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Matrices this small only lose time to a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with one checkpoint of a random drafter with a reduced head."""
+    folder = tmp_path_factory.mktemp("run")
+    save_target(folder / "target")
+    train = write_jsonl(folder / "train.jsonl", [chat(f"question {i}", f"answer {i} of many") for i in range(8)])
+    config = config_from_dict(
+        {
+            "run_dir": str(folder / "run"),
+            "target": {"path": str(folder / "target")},
+            "data": {"train": [str(train)], "max_length": 128, "cache_dir": str(folder / "cache")},
+        }
+    )
+    spec = DrafterSpec(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=40,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        vocab_size=260,
+        block_size=K,
+        target_layer_ids=(0, 2),
+        num_target_layers=4,
+        mask_token_id=258,
+        layer_types=("full_attention",),
+        sliding_window=None,
+        causal=False,
+        draft_vocab_size=2,
+        max_trained_length=128,
+        target_path=str(folder / "target"),
+        gguf_file=None,
+    )
+    (folder / "run").mkdir()
+    save_config(config, folder / "run" / "config.yaml")
+    drafter = {**random_parameters(spec, 0), "draft_vocab_ids": frequent_ids(folder / "target", 2)}
+    writer = CheckpointWriter(folder / "run", 1)
+    writer.save(5, drafter, {}, {"drafter": spec.to_dict()})
+    writer.close()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [chat(f"prompt {'x' * (3 * i)}", "dropped", system=None if i % 2 else "be brief") for i in range(6)]
+    rows += [chat("one question only"), chat("y" * 150)]  # the last leaves no room for an answer
+    return write_jsonl(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", rows)
+
+
+def test_whole_evaluation(run: Path, prompts: Path) -> None:
+    report = evaluate(run, prompts, max_new_tokens=24, control_prompts=5, greedy_prompts=7, workers=2)
+    assert (report.num_prompts, report.num_skipped, report.greedy_prompts) == (7, 1, 7)
+    assert report.near_ties == ()
+    assert report.checkpoint.endswith("step_00000005")
+    assert 1.0 < report.drafter.accept_length < K
+    assert len(report.drafter.at_least) == K - 1
+    assert list(report.baselines) == ["bigram table", "context-blind table"]
+    assert report.other_features is not None
+    assert report.other_features.num_verifications > 0
+    assert sum(g.num_prompts for g in report.by_prompt_length) == 7
+    assert [g.shortest for g in report.by_prompt_length] == sorted(g.shortest for g in report.by_prompt_length)
+    text = str(report)
+    for words in ("accept_length", "bigram table", "context-blind table", "features of another prompt", "near-ties"):
+        assert words in text
+    assert json.loads(json.dumps(report.to_dict()))["drafter"]["accept_length"] == report.drafter.accept_length
+    # The same by hand, without threads: same acceptance.
+    checkpoint = load_checkpoint(run / "checkpoints" / "step_00000005")
+    target = load_config(run / "config.yaml").target.path
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    spec = DrafterSpec.from_dict(checkpoint.state["drafter"])
+    weights = {name: checkpoint.drafter[name] for name in spec.parameter_shapes()}
+    drafter = PlainDrafter(
+        spec,
+        weights,
+        embed_weight=model.get_input_embeddings().weight.detach(),
+        head_weight=model.get_output_embeddings().weight.detach(),
+        draft_vocab_ids=checkpoint.drafter["draft_vocab_ids"],
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    accepts = [
+        a
+        for prompt in load_prompts(prompts, tokenizer)[:7]
+        for a in speculative_decode(model, drafter, prompt, max_new_tokens=24, eos_ids={257}).accepts
+    ]
+    assert summarise(accepts, K) == report.drafter
+
+
+def test_checkpoint_alone_says_what_it_cannot_measure(run: Path, prompts: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "a" / "b" / "step_00000005"
+    alone.parent.mkdir(parents=True)
+    (run / "checkpoints" / "step_00000005").rename(alone)
+    try:
+        report = evaluate(alone, prompts, max_new_tokens=12, limit=2, control_prompts=0, greedy_prompts=0)
+    finally:
+        alone.rename(run / "checkpoints" / "step_00000005")
+    assert report.baselines == {}
+    assert report.other_features is None
+    assert report.greedy_tokens_per_s is None
+    assert "baselines not measured" in str(report)
+
+
+def test_unusable_input_is_refused(run: Path, prompts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="run folder with a whole checkpoint"):
+        evaluate(tmp_path, prompts)
+    with pytest.raises(ValueError, match="existing JSONL file"):
+        evaluate(run, tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="no prompt leaves room for 200 new tokens"):
+        evaluate(run, prompts, max_new_tokens=200)
+
+
+# ---- prompts -------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_end_where_the_assistant_begins(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path)
+    rows = [chat("a", "b"), chat("a"), chat("a", "b", "c"), chat("a", "b", system="s")]
+    rows += [{"conversations": [{"from": "human", "value": "a"}]}]
+    texts = [tokenizer.decode(ids) for ids in load_prompts(write_jsonl(tmp_path / "p.jsonl", rows), tokenizer)]
+    one = "<|start|>user\na<|end|>\n<|start|>assistant\n"
+    assert texts[0] == texts[1] == texts[4] == one
+    assert texts[2] == one + "b<|end|>\n<|start|>user\nc<|end|>\n<|start|>assistant\n"
+    assert texts[3] == "<|start|>system\ns<|end|>\n" + one
+
+
+def test_prompts_have_exactly_one_bos(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path, bos="<|bos|>")
+    path = write_jsonl(tmp_path / "p.jsonl", [chat("a")])
+    assert load_prompts(path, tokenizer)[0].count(tokenizer.bos_token_id) == 1
+    template = tmp_path / "with_bos.jinja"
+    template.write_text("{{ bos_token }}" + TEMPLATE)
+    ids = load_prompts(path, tokenizer, str(template))[0]
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_bad_prompt_lines_are_named(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path)
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(chat("a")) + "\n\nnot json\n")
+    with pytest.raises(ValueError, match=r"p\.jsonl:3 is no conversation"):
+        load_prompts(path, tokenizer)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="at least one prompt"):
+        load_prompts(path, tokenizer)
+
+
+# ---- equality with greedy decoding ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tied() -> Any:
+    """A model whose ids 2i and 2i + 1 have almost the same head row: every choice is a near-tie of about 1e-4."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=1.0)
+        model.lm_head.weight[1::2] = model.lm_head.weight[::2] * (1 - 1e-5)
+    return model
+
+
+def result_of(prompt: list[int], tokens: list[int]) -> DecodeResult:
+    return DecodeResult(
+        prompt=tuple(prompt),
+        tokens=tuple(tokens),
+        accepts=(),
+        num_verifications=0,
+        seconds=1.0,
+        max_new_tokens=len(tokens),
+        features=torch.zeros(0, 0),
+    )
+
+
+def test_near_tie_rule(tied: Any) -> None:
+    prompt = [3, 1, 4]
+    greedy = greedy_decode(tied, prompt, max_new_tokens=8, eos_ids=frozenset())
+    assert not check_greedy(tied, result_of(prompt, greedy), gap=1e-3, greedy=greedy)
+    # The twin of the greedy token, and from there on the greedy continuation of that other text.
+    other = [*greedy[:3], greedy[3] ^ 1]
+    other += greedy_decode(tied, [*prompt, *other], max_new_tokens=4, eos_ids=frozenset())
+    shortfall, gap = full_forward_gaps(tied, prompt, other)
+    assert 0 < float(shortfall[3]) < 1e-3
+    assert float(gap[3]) < 1e-3
+    assert check_greedy(tied, result_of(prompt, other), gap=1e-3, greedy=greedy)
+    with pytest.raises(RuntimeError, match="generated token 3 falls short"):
+        check_greedy(tied, result_of(prompt, other), gap=1e-7)
+
+
+def test_any_other_difference_is_an_error(tied: Any) -> None:
+    prompt = [3, 1, 4]
+    greedy = greedy_decode(tied, prompt, max_new_tokens=8, eos_ids=frozenset())
+    wrong = [*greedy[:5], (greedy[5] + 2) % 40]
+    with pytest.raises(RuntimeError, match="prompt 7 is not greedy: generated token 5"):
+        check_greedy(tied, result_of(prompt, wrong), gap=1e-3, name="prompt 7")
+    with pytest.raises(RuntimeError, match="generated token 6"):  # cut short
+        check_greedy(tied, result_of(prompt, greedy[:6]), gap=1e-3, greedy=greedy)
+
+
+def test_a_difference_from_the_token_loop_needs_a_small_gap() -> None:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    greedy = greedy_decode(model, [1], max_new_tokens=6, eos_ids=frozenset())
+    claimed = [*greedy[:2], (greedy[2] + 1) % 40, *greedy[3:]]
+    with pytest.raises(RuntimeError, match="own greedy decoding at generated token 2"):
+        check_greedy(model, result_of([1], greedy), gap=1e-5, greedy=claimed)
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+def test_summarise_by_hand() -> None:
+    a = summarise([0, 3, 1, 1, 0], K)
+    assert a.accept_length == pytest.approx(2.0)
+    assert a.at_least == pytest.approx((3 / 5, 1 / 5, 1 / 5))
+    assert a.conditional == pytest.approx((3 / 5, 1 / 3, 1.0))
+    assert a.num_verifications == 5
+    assert 1 + sum(a.at_least) == pytest.approx(a.accept_length)
+    assert summarise([0, 0], K).conditional == (0.0, None, None)
+    with pytest.raises(ValueError, match="raise max_new_tokens"):
+        summarise([], K)
+
+
+def test_teacher_forced_accept_length_by_hand() -> None:
+    correct = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 1], [1, 1, 0]]).bool()
+    assert teacher_forced_accept_length(correct) == pytest.approx(1 + (3 + 1 + 0 + 2) / 4)
+    assert teacher_forced_accept_length(torch.ones(2, K - 1).bool()) == K
+    with pytest.raises(ValueError, match="A >= 1"):
+        teacher_forced_accept_length(torch.zeros(0, 3).bool())
+    with pytest.raises(ValueError, match="bool"):
+        teacher_forced_accept_length(torch.zeros(2, 3))
+
+
+def test_quartiles_by_prompt_length() -> None:
+    results = [result_of([0] * n, [1]) for n in (9, 1, 5, 3, 7)]
+    results = [DecodeResult(**{**r.__dict__, "accepts": (len(r.prompt) % 3,)}) for r in results]
+    groups = by_prompt_length(results, K)
+    assert [(g.shortest, g.longest, g.num_prompts) for g in groups] == [(1, 3, 2), (5, 5, 1), (7, 7, 1), (9, 9, 1)]
+    assert [g.accept_length for g in groups] == [1.5, 3.0, 2.0, 1.0]
+
+
+def test_other_features_fit_any_length() -> None:
+    features = torch.arange(6.0).view(3, 2)
+    assert torch.equal(other_features(features, 2), features[:2])
+    assert torch.equal(other_features(features, 7)[:, 0], torch.tensor([0.0, 2, 4, 0, 2, 4, 0]))
+
+
+def test_target_override_is_used(run: Path, prompts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot load a tokenizer"):
+        evaluate(run, prompts, target=TargetConfig(path=str(tmp_path / "nowhere")))

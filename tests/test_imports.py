@@ -1,0 +1,67 @@
+"""Structure: imports point one way, kernels stand alone, and importing the package does nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dflash_graph
+
+PACKAGE = Path(dflash_graph.__file__).parent
+# A module may import those before it. docs/design.md has the same order.
+ORDER = [
+    "control", "config", "chat", "data_writer", "data", "schedule", "padding", "dispatch", "ring", "pool",
+    "static_buffers", "attention", "target", "kernels", "drafter", "step", "metrics", "settings", "checkpoint",
+    "initialise", "baselines", "decoding", "evaluate", "plot", "plan", "workers", "trainer", "train", "__init__",
+    "__main__",
+]  # fmt: skip
+
+
+def _imported(path: Path) -> set[str]:
+    """Package modules that a file imports at run time (imports for type checkers alone do not count)."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dflash_graph":
+            parts = (node.module or "").split(".")
+            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {a.name.split(".")[1] for a in node.names if a.name.startswith("dflash_graph.")}
+    return names
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+def test_imports_point_one_way(path: Path) -> None:
+    assert path.stem in ORDER, f"{path.stem} has no place in the order"
+    later = [name for name in _imported(path) if name in ORDER and ORDER.index(name) >= ORDER.index(path.stem)]
+    assert not later, f"{path.stem} imports {later}, which come after it"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").glob("*.py")), ids=lambda p: p.stem)
+def test_kernels_import_nothing_else_of_the_package(path: Path) -> None:
+    assert _imported(path) <= {"kernels"}
+
+
+def test_import_does_nothing_heavy_and_needs_no_triton() -> None:
+    code = (
+        "import sys\n"
+        "class NoTriton:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'triton': raise ImportError(name)\n"
+        "sys.meta_path.insert(0, NoTriton())\n"
+        "import dflash_graph\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules, 'heavy imports'\n"
+        "import dflash_graph.data, dflash_graph.schedule, dflash_graph.train\n"
+        "import torch; assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
