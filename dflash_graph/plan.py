@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dflash_graph.config import Config
-from dflash_graph.data import TokenRows, check_mask_token, choose_mask_token, load_tokenizer, prepare
+from dflash_graph.data import TokenRows, choose_mask_token, load_tokenizer, prepare
 from dflash_graph.dispatch import JobShape
 from dflash_graph.drafter import DrafterSpec
 from dflash_graph.schedule import Bucket, EpochSchedule, build_epoch, choose_buckets
@@ -176,8 +176,6 @@ def make_plan(config: Config) -> RunPlan:
     _check_vocabulary(rows, facts.vocab_size)
     all_rows = [rows] if validation is None else [rows, validation]
     mask_token_id = choose_mask_token(tokenizer, facts.vocab_size, *all_rows, mask_token_id=drafter.mask_token_id)
-    for each, name in zip(all_rows, ("data.train", "data.validation"), strict=False):
-        check_mask_token(each, mask_token_id, name)
     head_ids, coverage = _reduced_head(rows, facts.vocab_size, drafter.draft_vocab_size)
     lengths = rows.lengths if validation is None else np.concatenate([rows.lengths, validation.lengths])
     buckets = choose_buckets(lengths, token_budget=config.token_budget, num_buckets=config.schedule.num_buckets)

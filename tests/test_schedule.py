@@ -134,6 +134,11 @@ def test_buckets_by_hand() -> None:
     assert build(lengths, buckets, token_budget=256).num_jobs == 4
     # Three rows of 128 leave a row free, which the one short sample takes: a bucket of 64 would not help.
     assert choose_buckets(np.array([100, 128, 90, 10]), token_budget=256, num_buckets=4) == (Bucket(128, 2),)
+    # Free rows count: 5 and 4 alone, then 3 with one 2, then 2, 1, 1. A bucket of 4 for the 4 would cost the last one.
+    lengths = np.array([1, 1, 2, 2, 3, 4, 5])
+    buckets = choose_buckets(lengths, token_budget=6, num_buckets=3, multiple=1)
+    assert buckets == (Bucket(2, 3), Bucket(3, 2), Bucket(5, 1))
+    assert build(lengths, buckets, token_budget=6).num_jobs == 4
 
 
 def test_600_rows_use_no_more_positions_than_any_other_edges_tried() -> None:
@@ -319,6 +324,8 @@ def test_a_step_has_one_bucket_only_where_the_window_had_no_other(jobs_per_step:
         if not np.array_equal(schedule.draw_order, plain.draw_order):
             first = int(np.argmax(schedule.draw_order != plain.draw_order))
             assert first % jobs_per_step == jobs_per_step - 1
+            step = plain.draw_order[first + 1 - jobs_per_step : first + 1]
+            assert len(set(plain.job_bucket[step].tolist())) == 1  # other steps stay as drawn
             redrawn.add((schedule.draw_order[first] - first).item())
         seen = windows(schedule, 10)
         for step, mix in enumerate(length_mix(schedule)):
@@ -432,7 +439,8 @@ def test_save_and_load(tmp_path: Path) -> None:
         loaded.job_rows[0] = 1
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     path = tmp_path / "epoch.npz"
     old = build(log_normal(50))
     old.save(path)
@@ -440,7 +448,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     def full_disk(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(os, "fsync", full_disk)
+    monkeypatch.setattr(os, call, full_disk)
     with pytest.raises(OSError, match="no space"):
         build(log_normal(50), epoch=1).save(path)
     assert_equal(EpochSchedule.load(path), old)
@@ -472,6 +480,16 @@ def test_load_refuses_every_damage(tmp_path: Path) -> None:
             EpochSchedule.load(path)
 
 
+class RunsWhenUnpickled:
+    """What a hostile file would hold."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder / "was_run"),)
+
+
 def test_load_refuses_changed_content_other_formats_and_pickles(tmp_path: Path) -> None:
     schedule = build(log_normal(40))
     path = tmp_path / "epoch.npz"
@@ -491,9 +509,10 @@ def test_load_refuses_changed_content_other_formats_and_pickles(tmp_path: Path) 
     with pytest.raises(ValueError, match="must have format 1; found 99"):
         EpochSchedule.load(path)
 
-    np.savez(path, **{**arrays, "job_rows": np.array([{}], dtype=object)})
+    np.savez(path, **{**arrays, "job_rows": np.array([RunsWhenUnpickled(tmp_path)], dtype=object)})
     with pytest.raises(ValueError, match=r"epoch\.npz is damaged"):
         EpochSchedule.load(path)
+    assert not (tmp_path / "was_run").exists()
     with pytest.raises(FileNotFoundError):
         EpochSchedule.load(tmp_path / "missing.npz")
 

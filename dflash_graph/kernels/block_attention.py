@@ -63,7 +63,7 @@ class BlockAttentionWorkspace:
     dtype: torch.dtype  # of the inputs
     shape: tuple[int, int, int, int, int]  # A, K, H, Hk, E
     tile_anchors: int  # most anchors of a tile
-    read_layout: bool  # host reads of the anchors make tight tiles: true on the CPU only
+    read_layout: bool  # the host reads the anchors and cuts tight tiles; if not, every tile spans all T positions
 
     def nbytes(self) -> int:
         """Bytes of all tensors of the workspace."""
@@ -83,6 +83,7 @@ def make_workspace(
     max_context: int | None = None,
     tile_anchors: int = _TILE_ANCHORS,
     score_bytes: int = _SCORE_BYTES,
+    read_layout: bool | None = None,
 ) -> BlockAttentionWorkspace:
     """Allocate the workspace for calls of up to `num_anchors` blocks over up to `num_tokens` positions.
 
@@ -92,6 +93,7 @@ def make_workspace(
         max_context: most context positions of one anchor (longest row - 1); None is T.
         tile_anchors: most anchors of a tile.
         score_bytes: aim for one tile's scores, bytes; at least one anchor's scores always fit.
+        read_layout: the host may read anchors, and cuts tiles by them; None is True on the CPU, False elsewhere.
 
     Raises:
         TypeError: dtype is not float16, bfloat16, float32 or float64.
@@ -107,7 +109,7 @@ def make_workspace(
         )
     device = torch.device(device)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    read_layout = device.type == "cpu"
+    read_layout = device.type == "cpu" if read_layout is None else read_layout
     longest = num_tokens if max_context is None or not read_layout else min(max_context, num_tokens)
     anchor_scores = block_size * num_heads * max(1, longest)
     scores = max(anchor_scores, min(score_bytes // compute.itemsize, tile_anchors * anchor_scores))
