@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 __all__ = ["Config", "evaluate", "load_config", "prepare", "train"]
 __version__ = "0.1.0"
 
-_PLACES = {"Config": "config", "load_config": "config", "prepare": "data", "evaluate": "evaluation", "train": "training"}
+_PLACES = {
+    "Config": "config",
+    "load_config": "config",
+    "prepare": "data",
+    "evaluate": "evaluation",
+    "train": "training",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Two trivial drafters made from the training rows, which a trained drafter must beat.
 
 `BigramTable` chains the most frequent next token; `BlockTable` looks up (anchor token, k). Neither sees the context.
-Ties go to the smallest id; an unseen key gets the most frequent supervised token. Called by `evaluate.py`.
+Ties go to the smallest id; an unseen key gets the most frequent supervised token. Called by `evaluation.py`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,7 +2,7 @@
 
 The greedy output does not depend on the drafts: a drafter decides only how many target forwards it takes. That is why
 a decoded text can be replayed with another drafter without the target. Knows no drafter: anything with `propose` will
-do. Called by `evaluate.py`.
+do. Called by `evaluation.py`.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """Pads jobs in parallel and emits them in schedule order, through a bounded reorder window.
 
 Owns the padding threads and the one queue that all targets share. Emission order is the order of the job source, no
-matter which thread finishes first; a job is never lost, repeated or overtaken. Made by `train.py`; targets take jobs
+matter which thread finishes first; a job is never lost, repeated or overtaken. Made by `training.py`; targets take jobs
 through the ring. Every wait goes through the run's control, so a failure anywhere ends all of them.
 """
 

@@ -1,7 +1,7 @@
 """The drafter's forward pass for decoding: one block at a time, context keys and values cached per layer.
 
 Writes the architecture of `drafter.py` out a second time, from the same definition and none of the same code, so that
-what training optimises and what decoding measures are two implementations that must agree. Called by `evaluate.py`.
+what training optimises and what decoding measures are two implementations that must agree. Called by `evaluation.py`.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """What an evaluation reports: acceptance of a drafter, by block position and by prompt length, and the whole table.
 
 Holds the definitions of accept_length: tokens per verification, bonus token included, in real decoding (`summarise`)
-and expected on the true text (`teacher_forced_accept_length`). Called by `evaluate.py` and the validation pass.
+and expected on the true text (`teacher_forced_accept_length`). Called by `evaluation.py` and the validation pass.
 """
 
 from collections.abc import Iterable, Sequence

@@ -2,7 +2,7 @@
 
 Owns the choice of bucket lengths and the cutting of samples into jobs. All of it is a pure function of (lengths,
 settings, seed, epoch), drawn from counter-based generators, so that resume needs no state but the epoch's file and the
-number of jobs trained. It must never lose or repeat a sample. Called by `plan.py` and `train.py`, host only, once an
+number of jobs trained. It must never lose or repeat a sample. Called by `plan.py` and `training.py`, host only, once an
 epoch; everything later reads the finished `EpochSchedule`.
 """
 

@@ -1,7 +1,7 @@
 """Which settings a resumed run may change: identity settings never, free settings with a printed line.
 
 Every key of the configuration is in exactly one class; a key in neither is an error, so that a new key cannot be
-forgotten. Called by `train.py` when it resumes; knows nothing of files or tensors.
+forgotten. Called by `training.py` when it resumes; knows nothing of files or tensors.
 """
 
 import json

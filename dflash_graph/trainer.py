@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, decode_mask, encode_mask
 from dflash_graph.drafter import FlatParameters
@@ -124,7 +125,7 @@ class Trainer:
             self.step.load_state(masters, self._checkpoint.optimizer)
             self._checkpoint = None
         if self.writer is not None:
-            self.writer.reserve(*self.step.state_tensors())
+            self.writer.reserve(*self._checkpoint_tensors())
         if plan.validation_rows is not None and (epoch := plan.validation_epoch) is not None:
             self._validation_jobs = [
                 pad_job(plan.validation_rows, epoch, job, plan.job_shape) for job in range(epoch.num_jobs)
@@ -151,6 +152,8 @@ class Trainer:
         self._log()
         self._save()
         self.check_addresses()
+        if self.logger is not None:
+            print(self.logger.report(), flush=True)
 
     def dry_run(self) -> None:
         """One step of the first epoch, by the same code."""
@@ -273,13 +276,17 @@ class Trainer:
         )
         self.last_validation, self._validated_step = counts, self.progress.step
 
+    def _checkpoint_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        drafter, optimizer = self.step.state_tensors()
+        if self.plan.head_ids is not None:
+            drafter["draft_vocab_ids"] = torch.from_numpy(self.plan.head_ids)
+        return drafter, optimizer
+
     def _save(self) -> None:
         if self.writer is None or self._saved_step == self.progress.step:
             return
         self._log()
-        drafter, optimizer = self.step.state_tensors()
-        if self.plan.head_ids is not None:
-            drafter |= {"draft_vocab_ids": torch.from_numpy(self.plan.head_ids)}
+        drafter, optimizer = self._checkpoint_tensors()
         fresh = self.last_validation is not None and self._validated_step == self.progress.step
         stall = self.writer.save(
             self.progress.step,

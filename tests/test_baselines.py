@@ -62,14 +62,15 @@ def test_block_table_looks_up_anchor_and_distance() -> None:
     rows = Rows(
         ([2, 2, 3, 4, 5, 6], [0, 0, 1, 1, 1, 1]),
         ([3, 4, 5, 8, 3, 9, 5, 8], [1, 1, 1, 1, 1, 1, 1, 1]),
-        ([3, 4, 5, 3, 7, 7, 7], [1, 1, 0, 1, 0, 1, 1]),  # 3 at position 3 is no anchor: its successor is not supervised
+        ([3, 4, 5, 10, 7, 7, 7], [1, 1, 0, 1, 0, 1, 1]),  # 10 is no anchor: its successor is not supervised
     )
     table = BlockTable(rows, block_size=4)  # type: ignore[arg-type]
     assert table.tables[0] == {3: 4, 4: 5, 5: 8, 8: 3, 9: 5, 7: 7}
     assert table.tables[1][3] == 5
-    assert table.tables[2] == {3: 8, 4: 3, 5: 9, 8: 5}  # 3 -> 6, 8, 8, 3; 4 -> 3 only
+    assert table.tables[2] == {3: 8, 4: 3, 5: 9, 8: 5}  # 3 -> 6, 8, 8, 10; 4 -> 3 only
     assert table.propose([1, 3], NOTHING) == [4, 5, 8]
     assert 2 not in table.tables[0]  # never supervised
+    assert 10 not in table.tables[1]
     assert table.propose([2], NOTHING) == [table.fallback] * 3
 
 

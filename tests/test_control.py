@@ -28,7 +28,10 @@ def test_wait_returns_when_the_predicate_holds() -> None:
 def test_time_out_says_who_waits_for_what_and_what_it_saw() -> None:
     control = RunControl(wait_timeout_s=0.05)
     condition = control.condition()
-    with condition, pytest.raises(WaitTimeoutError, match="target-0 waited 0.* s for a slot.*limit of 0.05 s.*slots: all"):
+    with (
+        condition,
+        pytest.raises(WaitTimeoutError, match=r"target-0 waited 0.* s for a slot.*limit of 0.05 s.*all READY"),
+    ):
         control.wait_for(condition, lambda: False, who="target-0", what="a slot", describe=lambda: "slots: all READY")
 
 

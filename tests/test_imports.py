@@ -13,9 +13,9 @@ PACKAGE = Path(dflash_graph.__file__).parent
 # A module may import those before it. docs/design.md has the same order.
 ORDER = [
     "control", "config", "chat", "data_writer", "data", "schedule", "padding", "dispatch", "ring", "pool",
-    "static_buffers", "attention", "target", "kernels", "drafter", "step", "metrics", "settings", "checkpoint",
-    "initialise", "baselines", "decoding", "evaluate", "plot", "plan", "workers", "trainer", "train", "__init__",
-    "__main__",
+    "static_buffers", "attention", "target", "kernels", "drafter", "step", "counts", "metrics", "settings",
+    "checkpoint_files", "checkpoint", "initialise", "plain_drafter", "decoding", "baselines", "report", "evaluation",
+    "plot", "plan", "workers", "trainer", "training", "__init__", "__main__",
 ]  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_import_does_nothing_heavy_and_needs_no_triton() -> None:
         "sys.meta_path.insert(0, NoTriton())\n"
         "import dflash_graph\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules, 'heavy imports'\n"
-        "import dflash_graph.data, dflash_graph.schedule, dflash_graph.train\n"
+        "import dflash_graph.data, dflash_graph.schedule, dflash_graph.training\n"
         "import torch; assert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -308,14 +308,16 @@ def test_candidates_stay_in_their_row() -> None:
     assert find_candidates(np.ones(1, np.uint8), 1).tolist() == []
 
 
-def test_draw_is_a_function_of_seed_epoch_and_job() -> None:
+@pytest.mark.parametrize("changes", [{"num_anchors": 1000}, {"num_anchors": 40, "anchor_rate": 1.0}])
+def test_draw_is_a_function_of_seed_epoch_and_job(changes: dict[str, Any]) -> None:
+    # Once by the draw per row alone, once by the thinning alone.
     counts = [300, 200, 80]
-    base = draw(counts, make_shape(num_anchors=40))
-    assert np.array_equal(base, draw(counts, make_shape(num_anchors=40)))
+    base = draw(counts, make_shape(**changes))
+    assert np.array_equal(base, draw(counts, make_shape(**changes)))
     others = [
-        draw(counts, make_shape(num_anchors=40, seed=1)),
-        draw(counts, make_shape(num_anchors=40), epoch=1),
-        draw(counts, make_shape(num_anchors=40), job=1),
+        draw(counts, make_shape(seed=1, **changes)),
+        draw(counts, make_shape(**changes), epoch=1),
+        draw(counts, make_shape(**changes), job=1),
     ]
     assert len({x.tobytes() for x in [base, *others]}) == 4
 

@@ -127,9 +127,17 @@ def test_interrupted_runs_train_every_job_once_per_epoch(
 
 @pytest.mark.slow
 def test_sigkill_at_random_moments_changes_nothing(tiny: Path, tmp_path: Path) -> None:
-    """Ten real SIGKILLs of a process, `epochs` raised from 2 to 3 on the way; then bitwise the straight run's weights."""
+    """Ten real SIGKILLs of a process, `epochs` raised from 2 to 3 on the way: bitwise the straight run's weights."""
     train(tiny_config(tiny, tmp_path / "straight", "epochs=3"))
-    command = [sys.executable, "-m", "dflash_graph", "train", *tiny_settings(tiny, tmp_path / "run"), "--resume", "auto"]
+    command = [
+        sys.executable,
+        "-m",
+        "dflash_graph",
+        "train",
+        *tiny_settings(tiny, tmp_path / "run"),
+        "--resume",
+        "auto",
+    ]
     rng = random.Random(2)
     for i in range(10):
         process = subprocess.Popen([*command, "epochs=2" if i < 5 else "epochs=3", "checkpoint.every=1"])
@@ -168,6 +176,14 @@ def test_a_finished_run_resumes_to_nothing(tiny: Path, straight: Path) -> None:
 def test_a_used_run_folder_is_not_overwritten(tiny: Path, straight: Path) -> None:
     with pytest.raises(ValueError, match="--resume auto"):
         train(tiny_config(tiny, straight))
+
+
+def test_a_run_folder_in_use_is_refused(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    held = training._lock(tmp_path / "run")
+    with pytest.raises(ValueError, match="in use by another process"):
+        train(tiny_config(tiny, tmp_path / "run"))
+    held.close()
 
 
 # ---- errors and signals ---------------------------------------------------------------------------------------------
@@ -244,7 +260,9 @@ def test_an_error_of_the_checkpoint_thread_ends_the_run(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_step_saves_and_exits_cleanly(tiny: Path, straight: Path, tmp_path: Path, number: int) -> None:
+def test_a_signal_finishes_the_step_saves_and_exits_cleanly(
+    tiny: Path, straight: Path, tmp_path: Path, number: int
+) -> None:
     command = [sys.executable, "-m", "dflash_graph", "train", *tiny_settings(tiny, tmp_path / "run")]
     slow = [*command, "epochs=400", "checkpoint.every=100000"]
     process = subprocess.Popen(slow, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
@@ -274,12 +292,12 @@ def test_repeated_non_finite_steps_end_the_run(tiny: Path, tmp_path: Path, monke
         self.output[0] = float("nan")  # a real position
 
     monkeypatch.setattr(Target, "forward", poisoned)
-    with pytest.raises(RuntimeError, match="steps were skipped.*optim.lr"):
+    with pytest.raises(RuntimeError, match=r"steps were skipped.*optim\.lr"):
         train(tiny_config(tiny, tmp_path / "run", "optim.max_skipped_steps=3"))
 
 
 def test_stale_content_of_slots_changes_nothing(tiny: Path, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every slot and output buffer is filled with NaN and huge integers before the first job, and again when released."""
+    """Slots and output buffers start as NaN and huge integers, and get NaN again when they are released."""
     release, build = Ring.release, training.BufferTable
 
     class Poisoned(build):  # type: ignore[valid-type, misc]

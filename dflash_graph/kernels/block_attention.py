@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_TILE_ANCHORS = 8
+# Measured on one CPU core, fp32, K 6, 9/3 heads of 64, rows of 100-1,500, tiles of 4 to 64 anchors: 4 is within 5 % of
+# the best at every shape, 8 within 13 %; larger tiles waste scores at their ragged edge, those beyond 4 MiB the cache.
+_TILE_ANCHORS = 4
 _SCORE_BYTES = 2 * 2**20
 
 

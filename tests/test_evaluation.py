@@ -12,9 +12,9 @@ import transformers
 
 from dflash_graph.checkpoint import CheckpointWriter, load_checkpoint
 from dflash_graph.config import TargetConfig, config_from_dict, load_config, save_config
-from dflash_graph.decoding import DecodeResult, full_forward_gaps, greedy_decode, speculative_decode
+from dflash_graph.decoding import DecodeResult, full_forward_gaps, greedy_decode, replay_accepts, speculative_decode
 from dflash_graph.drafter import DrafterSpec
-from dflash_graph.evaluate import check_greedy, evaluate, load_prompts, other_features
+from dflash_graph.evaluation import check_greedy, evaluate, load_prompts, other_features
 from dflash_graph.initialise import random_parameters
 from dflash_graph.plain_drafter import PlainDrafter
 from dflash_graph.report import by_prompt_length, summarise, teacher_forced_accept_length
@@ -74,11 +74,12 @@ def chat(*contents: str, system: str | None = None) -> dict[str, Any]:
     return {"messages": ([{"role": "system", "content": system}] if system else []) + turns}
 
 
-def frequent_ids(target: Path, count: int) -> torch.Tensor:
+def frequent_ids(target: Path, prompts: Path, count: int) -> torch.Tensor:
     """The ids the target writes most, so that a random drafter over them is right now and then."""
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
-    texts = [greedy_decode(model, [256, i], max_new_tokens=30, eos_ids=frozenset()) for i in range(6)]
-    return torch.bincount(torch.tensor(texts).flatten()).topk(count).indices
+    texts = load_prompts(prompts, transformers.AutoTokenizer.from_pretrained(target))[:7]
+    written = [t for text in texts for t in greedy_decode(model, text, max_new_tokens=24, eos_ids={257})]
+    return torch.bincount(torch.tensor(written)).topk(count).indices
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,7 +92,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, prompts: Path) -> Path:
     """A run folder with one checkpoint of a random drafter with a reduced head."""
     folder = tmp_path_factory.mktemp("run")
     save_target(folder / "target")
@@ -120,14 +121,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         layer_types=("full_attention",),
         sliding_window=None,
         causal=False,
-        draft_vocab_size=2,
+        draft_vocab_size=4,
         max_trained_length=128,
         target_path=str(folder / "target"),
         gguf_file=None,
     )
     (folder / "run").mkdir()
     save_config(config, folder / "run" / "config.yaml")
-    drafter = {**random_parameters(spec, 0), "draft_vocab_ids": frequent_ids(folder / "target", 2)}
+    # Matrices large enough that the features decide the drafts.
+    drafter = {name: 20 * w if w.dim() > 1 else w for name, w in random_parameters(spec, 0).items()}
+    drafter["draft_vocab_ids"] = frequent_ids(folder / "target", prompts, 4)
     writer = CheckpointWriter(folder / "run", 1)
     writer.save(5, drafter, {}, {"drafter": spec.to_dict()})
     writer.close()
@@ -171,12 +174,17 @@ def test_whole_evaluation(run: Path, prompts: Path) -> None:
         draft_vocab_ids=checkpoint.drafter["draft_vocab_ids"],
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-    accepts = [
-        a
+    results = [
+        speculative_decode(model, drafter, prompt, max_new_tokens=24, eos_ids={257})
         for prompt in load_prompts(prompts, tokenizer)[:7]
-        for a in speculative_decode(model, drafter, prompt, max_new_tokens=24, eos_ids={257}).accepts
     ]
-    assert summarise(accepts, K) == report.drafter
+    assert summarise([a for r in results for a in r.accepts], K) == report.drafter
+    foreign = []
+    for i in range(5):  # each prompt's text drafted from the features of the prompt before it, the first from the fifth
+        length = len(results[i].prompt) + len(results[i].tokens) - 1
+        foreign += replay_accepts(drafter, results[i], other_features(results[i - 1 if i else 4].features, length))
+    assert summarise(foreign, K) == report.other_features
+    assert foreign != [a for r in results[:5] for a in r.accepts]
 
 
 def test_checkpoint_alone_says_what_it_cannot_measure(run: Path, prompts: Path, tmp_path: Path) -> None:
