@@ -2,7 +2,8 @@
 
 A checkpoint is written from a host copy by a thread, under a temporary name beside its place, synced and renamed, so
 that a folder with a step's name is whole unless the disk damaged it. `training.py` saves and resumes, `evaluation.py`
-and `drafter.init` load. Nothing here may delete the only whole checkpoint, or start over where a checkpoint was asked for.
+and `drafter.init` load. Nothing here may delete the only whole checkpoint, or start over where a checkpoint was asked
+for.
 """
 
 import json

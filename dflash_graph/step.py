@@ -241,6 +241,7 @@ class DrafterStep:
                 self._ws["labels"][:rows],
                 self._ws["weights"][:rows],
                 num_rows=self._ws["num_trained_rows"],
+                with_rank=True,
                 workspace=self._loss,
             )
             if train:

@@ -66,7 +66,7 @@ def test_a_slow_first_job_holds_back_all_later_ones() -> None:
     dispatcher = make_dispatcher(RunControl(), [("e", i) for i in range(20)], pad, window=6)
     until(lambda: dispatcher.depths() == {"padding": 1, "padded": 5})
     taken: list[Any] = []
-    taker = threading.Thread(target=lambda: taken.extend(take_all(dispatcher)))
+    taker = threading.Thread(target=lambda: taken.extend(take_all(dispatcher)), daemon=True)
     taker.start()
     time.sleep(0.05)
     assert taken == []
@@ -116,7 +116,7 @@ def test_several_takers_share_one_queue() -> None:
         while (job := dispatcher.take(who)) is not None:
             taken[who].append(job.index)
 
-    threads = [threading.Thread(target=work, args=(f"target-{i}",)) for i in range(4)]
+    threads = [threading.Thread(target=work, args=(f"target-{i}",), daemon=True) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -178,6 +178,26 @@ def test_an_empty_source_is_exhausted_at_once() -> None:
     dispatcher.close()
 
 
+def test_waiters_are_woken_at_once() -> None:
+    # A wait that nobody wakes looks again after 0.5 s, so ten of them would take 5 s.
+    def source(job: list[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+        time.sleep(0.02)
+        yield from job
+
+    def pad(schedule: str, index: int) -> Job:
+        time.sleep(0.02)
+        return Job(schedule, index)
+
+    started = time.monotonic()
+    for i in range(10):
+        dispatcher = make_dispatcher(RunControl(), source([("e", 0)] * (i % 2)), pad, num_workers=1, window=1)
+        if i % 2:
+            assert dispatcher.take("t") is not None
+        assert dispatcher.take("t") is None
+        dispatcher.close()
+    assert time.monotonic() - started < 2
+
+
 def takers_that_wait(dispatcher: Dispatcher, count: int = 3) -> tuple[list[threading.Thread], list[Any]]:
     ends: list[Any] = []
 
@@ -189,7 +209,7 @@ def takers_that_wait(dispatcher: Dispatcher, count: int = 3) -> tuple[list[threa
         except Exception as error:
             ends.append(type(error))
 
-    threads = [threading.Thread(target=work, args=(f"target-{i}",)) for i in range(count)]
+    threads = [threading.Thread(target=work, args=(f"target-{i}",), daemon=True) for i in range(count)]
     for thread in threads:
         thread.start()
     return threads, ends
@@ -270,6 +290,14 @@ def test_close_joins_padders_and_releases_takers() -> None:
     assert_all_end_with(ends, threads, dispatcher, Stopped)
     assert not control.stopping
     dispatcher.close()
+
+
+def test_close_releases_padders_that_wait_for_the_window() -> None:
+    dispatcher = make_dispatcher(RunControl(wait_timeout_s=5), [("e", 0)] * 100)
+    until(lambda: dispatcher.depths() == {"padding": 0, "padded": 5})
+    started = time.monotonic()
+    dispatcher.close()
+    assert time.monotonic() - started < 0.4  # woken, not at its next look
 
 
 def test_close_names_a_padder_that_does_not_return() -> None:

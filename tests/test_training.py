@@ -16,13 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_graph import training
+from dflash_graph import evaluate, training
 from dflash_graph.checkpoint import find_latest
+from dflash_graph.config import TargetConfig
+from dflash_graph.data import load_tokenizer
+from dflash_graph.decoding import greedy_decode
 from dflash_graph.metrics import read_records
 from dflash_graph.schedule import EpochSchedule
 from dflash_graph.static_buffers import Ring
 from dflash_graph.step import DrafterStep
-from dflash_graph.target import Target
+from dflash_graph.target import Target, load_full_model
 from dflash_graph.trainer import Trainer
 from dflash_graph.training import train
 from tests.tiny import make_tiny, tiny_config, tiny_settings, weights
@@ -372,3 +375,24 @@ def test_learning_rate_follows_jobs_trained(tiny: Path, tmp_path: Path) -> None:
     total = 2 * _jobs(tmp_path / "run")
     expected = [3e-3 * (1 - r["jobs_trained"] / total) for r in records]
     np.testing.assert_allclose([r["lr"] for r in records], expected, atol=1e-9)
+
+
+def test_one_conversation_is_learnt_by_heart(tiny: Path, tmp_path: Path) -> None:
+    """The target's own greedy answer, overfitted, is drafted almost whole: accept_length above 0.9 * K."""
+    target = TargetConfig(path=str(tiny / "model"))
+    tokenizer = load_tokenizer(target)
+    model = load_full_model(target, torch.device("cpu"), torch.float32)
+    messages = [{"role": "user", "content": "w1 w12"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    answer = greedy_decode(model, prompt, max_new_tokens=40, eos_ids=frozenset())
+    assert len(set(answer)) > 5  # a text to learn, not one token repeated
+    messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
+    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    settings = ["epochs=200", "schedule.jobs_per_step=1", "checkpoint.every=1000", "drafter.anchor_rate=1"]
+    config = tiny_config(
+        tiny, tmp_path / "run", f"data.train=[{tmp_path / 'one.jsonl'}]", "data.validation=[]", *settings
+    )
+    train(config)
+    report = evaluate(tmp_path / "run", tmp_path / "one.jsonl", max_new_tokens=40, workers=1, control_prompts=0)
+    assert report.drafter.accept_length > 0.9 * config.drafter.block_size

@@ -44,7 +44,11 @@ def make_tiny(folder: Path) -> None:
         max_position_embeddings=512,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    model = LlamaForCausalLM(config)
+    # Greedy text holds words only: no special token, none of the rows beyond the tokenizer.
+    model.lm_head.weight.data[: len(SPECIAL)] = 0
+    model.lm_head.weight.data[len(vocabulary) :] = 0
+    model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(0)
 

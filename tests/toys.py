@@ -68,10 +68,13 @@ class ToyRows:
         return self._rows[i]
 
 
-def random_rows(spec: DrafterSpec, lengths: Sequence[int], *, supervised: float = 1.0, seed: int = 0) -> ToyRows:
-    """Rows of random tokens (never the mask token), each supervised with the given probability."""
+def random_rows(
+    spec: DrafterSpec, lengths: Sequence[int], *, supervised: float = 1.0, num_ids: int | None = None, seed: int = 0
+) -> ToyRows:
+    """Rows of random tokens, each supervised with the given probability; ids below `num_ids`, or all but the mask."""
     rng = np.random.default_rng(seed)
-    rows = [(rng.integers(0, spec.mask_token_id, n).tolist(), (rng.random(n) < supervised).tolist()) for n in lengths]
+    ids = num_ids or spec.mask_token_id
+    rows = [(rng.integers(0, ids, n).tolist(), (rng.random(n) < supervised).tolist()) for n in lengths]
     return ToyRows(rows, len(spec.target_layer_ids) * spec.hidden_size, seed)
 
 
