@@ -101,7 +101,7 @@ class Trainer:
     def load(self) -> None:
         """Make the drafter and its optimizer, and restore or initialise them. Needs the first target loaded."""
         plan, config = self.plan, self.plan.config
-        set_cpu_threads(config.devices.drafter_threads)
+        set_cpu_threads(config.devices.drafter_threads, config.devices.num_targets + 1)
         target = self.targets[0].target
         assert target is not None, "targets are set up before the drafter"
         parameters = FlatParameters(plan.spec.parameter_shapes(), device=plan.device, compute_dtype=plan.compute_dtype)

@@ -67,9 +67,12 @@ class StartUp:
             )
 
 
-def set_cpu_threads(chosen: int | None) -> None:
-    """Threads of the calling worker's CPU operators: as configured, or all cores."""
-    torch.set_num_threads(chosen or len(os.sched_getaffinity(0)))
+def set_cpu_threads(chosen: int | None, num_workers: int) -> None:
+    """Threads of the calling worker's CPU operators: as configured, or an equal share of the cores.
+
+    Workers that share cores slow each other down far beyond the share: OpenMP threads spin while they wait.
+    """
+    torch.set_num_threads(chosen or max(1, len(os.sched_getaffinity(0)) // num_workers))
 
 
 class Schedules:
@@ -139,7 +142,7 @@ class TargetWorker:
     def load(self) -> None:
         """Load the target; check its attention against transformers' own."""
         plan = self._plan
-        set_cpu_threads(plan.config.devices.target_threads)
+        set_cpu_threads(plan.config.devices.target_threads, plan.config.devices.num_targets + 1)
         target = Target(
             plan.config.target,
             target_layer_ids=plan.spec.target_layer_ids,

@@ -113,6 +113,32 @@ def test_padding_does_not_reach_loss_gradients_or_weights(value: float, dtype: t
     assert all(np.isfinite(np.frombuffer(x, np.float32)).all() for x in clean.values())
 
 
+@pytest.mark.parametrize("value", [math.nan, 1e30])
+def test_load_leaves_zeros_where_nothing_is_live(value: float) -> None:
+    """The workspace itself, from a poisoned table and a spoiled slot: no later reader has to sanitise again."""
+    toy = make_toy(poisoned=True)
+    job = next(j for j in jobs_of(toy, supervised=0.5) if j.job.num_anchors > 0 and (j.job.row_ids < 0).sum() > 2)
+    toy.write_slot(job)
+    spoil(toy, job, value)
+    toy.step.load_slot(0, job.job)
+    length, anchors, rows = job.job.bucket_length, job.job.num_anchors, job.job.num_trained_rows
+    features = torch.zeros(42, 32)
+    for r, (tokens, _, row_features) in enumerate(job.rows):
+        features[r * length : r * length + len(tokens)] = row_features.float()
+    assert torch.equal(toy.table["workspace.features"], features)
+    for name in ("positions", "anchors", "anchor_row_starts", "anchor_tokens", "trained_rows", "labels", "weights"):
+        assert torch.equal(toy.table[f"workspace.{name}"], getattr(job.job, name)), name
+    # The job's own tails are what the workspace must hold: zeros, and labels that no head has.
+    assert not job.job.positions[job.job.row_ids < 0].any()
+    for name in ("anchors", "anchor_row_starts", "anchor_tokens"):
+        assert not getattr(job.job, name)[anchors:].any()
+    assert not job.job.trained_rows[rows:].any()
+    assert not job.job.weights[rows:].any()
+    assert (job.job.labels[rows:] == -100).all()
+    assert int(toy.table["workspace.num_anchors"]) == anchors
+    assert int(toy.table["workspace.num_trained_rows"]) == rows
+
+
 def test_a_full_job_leaves_nothing_for_the_next() -> None:
     """The workspace after a long job, loaded with a short one, gives what a fresh workspace gives, bitwise."""
     toy, fresh = make_toy(shape={"num_anchors": 20}), make_toy(shape={"num_anchors": 20})
@@ -605,7 +631,7 @@ def allocations(toy: Toy, job: ToyJob) -> tuple[int, int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         toy.step.micro_step(toy.step.load_slot(0, job.job))
         toy.step.apply(1e-3)
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.events()
     sizes = [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
     return len(sizes), sum(sizes)
 
