@@ -20,9 +20,8 @@ from dflash_graph.drafter import DrafterSpec
 from dflash_graph.schedule import Bucket, EpochSchedule, build_epoch, choose_buckets
 from dflash_graph.static_buffers import BufferSpec, check_ring, default_slots, slot_specs
 from dflash_graph.step import micro_step_sizes, workspace_specs
-from dflash_graph.target import ModelFacts, check_target_layer_ids, default_target_layer_ids, read_facts
+from dflash_graph.target import ModelFacts, check_target_layer_ids, default_target_layer_ids, read_facts, resolve_dtype
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 VALIDATION_EPOCH = 2**31  # key of the validation pass's anchor draw; no training epoch reaches it
 
 
@@ -49,11 +48,11 @@ class RunPlan:
 
     @property
     def target_dtype(self) -> torch.dtype:
-        return _dtype(self.config.target.dtype, self.device)
+        return resolve_dtype(self.config.target.dtype, self.device)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return _dtype(self.config.drafter.compute_dtype, self.device)
+        return resolve_dtype(self.config.drafter.compute_dtype, self.device)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -150,12 +149,6 @@ class RunPlan:
             f"ring      {self.slots} slots, min_ready {self.min_ready}, reorder window {self.window}, "
             f"draw {config.schedule.draw}"
         )
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return _DTYPES[name]
 
 
 def make_plan(config: Config) -> RunPlan:
