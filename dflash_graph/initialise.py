@@ -3,8 +3,8 @@
 Pure functions of their arguments, on the CPU in float32; `drafter.init` chooses among them. Called by `trainer.py`.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from dflash_graph.checkpoint import load_checkpoint
 from dflash_graph.drafter import DrafterSpec
 
 
-def initial_parameters(spec: DrafterSpec, init: str, *, seed: int, target_layers: Any) -> dict[str, Tensor]:
+def initial_parameters(
+    spec: DrafterSpec, init: str, *, seed: int, target_layers: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
     """Named float32 tensors for `FlatParameters.load`.
 
     Args:
         init: "random", "target", or the folder of a checkpoint.
-        target_layers: the target's decoder layers, first to deepest tap.
+        target_layers: state dicts of `num_hidden_layers` decoder layers of the target (`Target.kept_layers`).
 
     Raises:
         ValueError: the target's layers or the checkpoint do not have this drafter's shapes.
@@ -39,20 +41,23 @@ def random_parameters(spec: DrafterSpec, seed: int) -> dict[str, Tensor]:
     }
 
 
-def _target_parameters(spec: DrafterSpec, seed: int, target_layers: Any) -> dict[str, Tensor]:
-    """The target's last layers up to its deepest tap, and an fc that passes the deepest tap through.
+def _target_parameters(
+    spec: DrafterSpec, seed: int, target_layers: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The target layers that follow the deepest tap, fed as in the target.
 
-    Weights that the target lacks (its layers may have no q/k norm) keep their random start.
+    fc passes the deepest tap through (the other taps start at zero) and hidden_norm is the first layer's input norm,
+    so that the first layer's context keys and values start as the target's own. What the target lacks (its layers may
+    have no q/k norm) keeps its random start.
     """
     tensors = random_parameters(spec, seed)
     if len(target_layers) < spec.num_hidden_layers:
         raise ValueError(
-            f"drafter.init=target needs {spec.num_hidden_layers} target layers up to the deepest tap; found "
-            f"{len(target_layers)}. Use a deeper tap or drafter.init=random"
+            f"drafter.init=target needs a target of at least {spec.num_hidden_layers} layers; found "
+            f"{len(target_layers)}. Lower drafter.num_hidden_layers or use drafter.init=random"
         )
-    first = len(target_layers) - spec.num_hidden_layers
-    for i in range(spec.num_hidden_layers):
-        for name, value in target_layers[first + i].state_dict().items():
+    for i, layer in enumerate(target_layers):
+        for name, value in layer.items():
             mine = f"layers.{i}.{name}"
             if mine not in tensors:
                 continue
@@ -62,9 +67,10 @@ def _target_parameters(spec: DrafterSpec, seed: int, target_layers: Any) -> dict
                     f"target's is {tuple(value.shape)}. Leave drafter.num_attention_heads, num_key_value_heads, "
                     "head_dim and intermediate_size unset, or use drafter.init=random"
                 )
-            tensors[mine] = value.detach().float().cpu()
-    d = spec.hidden_size
-    tensors["fc.weight"][:, -d:] += torch.eye(d)
+            tensors[mine] = value
+    tensors["fc.weight"].zero_()
+    tensors["fc.weight"][:, -spec.hidden_size :] = torch.eye(spec.hidden_size)
+    tensors["hidden_norm.weight"] = tensors["layers.0.input_layernorm.weight"].clone()
     return tensors
 
 

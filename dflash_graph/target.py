@@ -195,10 +195,13 @@ class Target:
         target_layer_ids: N taps, checked against the target's depth.
         output: (T, N*D) static buffer on `device`; tap i fills columns i*D .. (i+1)*D. Its dtype may differ from the
             target's.
+        keep_layers: so many decoder layers' weights are kept on the CPU for the drafter's start.
 
     Attributes:
         embed_weight, head_weight: (V, D) frozen; the same tensor when the target ties them.
         facts: the target's sizes.
+        kept_layers: state dicts, float32 on the CPU, of the `keep_layers` layers that follow the deepest tap, or of the
+            target's last ones where fewer follow.
 
     Raises:
         ValueError: the target is refused by `read_facts`, its modules are not where they are expected, or `output` has
@@ -213,6 +216,7 @@ class Target:
         output: Tensor,
         device: torch.device,
         dtype: torch.dtype,
+        keep_layers: int = 0,
     ) -> None:
         self.facts = read_facts(config)
         self.target_layer_ids = check_target_layer_ids(target_layer_ids, self.facts.num_hidden_layers)
@@ -225,6 +229,7 @@ class Target:
         self.embed_weight: Tensor = model.get_input_embeddings().weight.detach()
         self.head_weight: Tensor = self._head_weight(model)
         self.decoder: Any = model.get_decoder()
+        self.kept_layers = self._keep(keep_layers)
         self._truncate()
         self._positions = torch.arange(output.shape[0], device=device)
         self._num_positions = 0  # positions of the forward that runs; read by the hooks
@@ -243,6 +248,14 @@ class Target:
                 f"{tuple(self.embed_weight.shape)}; found {head}. Choose another target"
             )
         return head.weight.detach()
+
+    def _keep(self, count: int) -> list[dict[str, Tensor]]:
+        layers = self.decoder.layers
+        first = max(0, min(self.target_layer_ids[-1] + 1, len(layers) - count))
+        return [
+            {name: value.detach().float().cpu().clone() for name, value in layer.state_dict().items()}
+            for layer in layers[first : first + count]
+        ]
 
     def _truncate(self) -> None:
         """Drop the layers after the deepest tap and the final norm; lm_head went with the causal LM around it."""

@@ -118,8 +118,9 @@ class Trainer:
             head_weight=head.to(plan.device, plan.compute_dtype),
         )
         if self._checkpoint is None:
-            layers = target.decoder.layers
-            parameters.load(initial_parameters(plan.spec, config.drafter.init, seed=config.seed, target_layers=layers))
+            parameters.load(
+                initial_parameters(plan.spec, config.drafter.init, seed=config.seed, target_layers=target.kept_layers)
+            )
         else:
             masters = {name: self._checkpoint.drafter[name] for name in plan.spec.parameter_shapes()}
             self.step.load_state(masters, self._checkpoint.optimizer)

@@ -149,6 +149,7 @@ class TargetWorker:
             output=self._output,
             device=plan.device,
             dtype=plan.target_dtype,
+            keep_layers=plan.spec.num_hidden_layers if plan.config.drafter.init == "target" else 0,
         )
         target.check_attention()
         self.target = target
