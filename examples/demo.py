@@ -34,9 +34,9 @@ def main() -> None:
     trained_s = time.monotonic() - started
     run, prompts = result.run_dir, HERE / "heldout.jsonl"
     print("\nevaluating the drafter before training", flush=True)
-    before = evaluate(run / "checkpoints/step_00000000", prompts, limit=12, control_prompts=0)
+    before = evaluate(run / "checkpoints/step_00000000", prompts, limit=12, control_prompts=0, max_new_tokens=96)
     print("evaluating the trained drafter on all held-out prompts", flush=True)
-    after = evaluate(run, prompts, control_prompts=60)
+    after = evaluate(run, prompts, max_new_tokens=96, control_prompts=60)
     print(f"\n{after}\n")
     rows = [
         ("drafter before training", before.drafter.accept_length),

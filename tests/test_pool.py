@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from ring_simulation import Job, ListSource, Schedule
 
 from dflash_graph.control import RunControl, WaitTimeoutError
 from dflash_graph.static_buffers import Lease, Pool, Ring
+from tests.ring_simulation import Job, ListSource, Schedule
 
 
 class Bench:

@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from ring_simulation import DeadlockError, Job, ListSource, Setup, schedules, simulate, start
 
 from dflash_graph import ring as ring_module
 from dflash_graph.control import RunControl, Stopped, WaitTimeoutError
 from dflash_graph.static_buffers import Lease, Ring, SlotState, StreamEvent, check_ring, default_slots
+from tests.ring_simulation import DeadlockError, Job, ListSource, Setup, schedules, simulate, start
 
 TRANSITIONS = ("wait_drained", "filled", "draw", "release")
 
