@@ -74,7 +74,11 @@ def read_facts(config: TargetConfig) -> ModelFacts:
         ValueError: the target has a trait that a drafter cannot represent or that this engine does not run yet; the
             message names it.
     """
-    text = AutoConfig.from_pretrained(config.path, **_source(config)).get_text_config(decoder=True)
+    try:
+        text = AutoConfig.from_pretrained(config.path, **_source(config)).get_text_config(decoder=True)
+    except (OSError, ValueError) as error:
+        gguf = f" (target.gguf_file {config.gguf_file!r})" if config.gguf_file else ""
+        raise ValueError(f"target.path {config.path!r}{gguf} must be a readable model folder or id: {error}") from None
     traits = _unsupported_traits(text)
     if traits:
         raise ValueError(

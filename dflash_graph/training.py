@@ -97,7 +97,7 @@ class _Run:
             print(self.table, flush=True)
         self.control = RunControl(wait_timeout_s=config.schedule.wait_timeout_s)
         self.finish = threading.Event()
-        schedules = Schedules(plan, None if dry_run else self.folder / "schedule")
+        schedules = Schedules(plan, None if dry_run else self.folder / "schedule", fresh=checkpoint is None)
         self.ring = Ring(self.control, plan.slots, device=plan.device)
         self._lock: TextIO | None = None
         writer, logger = None, None
@@ -156,7 +156,10 @@ class _Run:
                 ]
                 self._wait(threads)
         finally:
-            self.trainer.close()
+            try:
+                self.trainer.close()
+            except RuntimeError as error:  # the last write failed; an earlier error of a worker stays the first
+                self.control.fail("checkpoint-writer", error)
             if self._lock is not None:
                 self._lock.close()
         self.control.raise_first_error()

@@ -80,10 +80,14 @@ class Schedules:
 
     Args:
         folder: `schedule/` of the run folder; None keeps them in memory only.
+        fresh: the run starts from nothing: files of one that died before its first checkpoint are removed.
     """
 
-    def __init__(self, plan: RunPlan, folder: Path | None) -> None:
+    def __init__(self, plan: RunPlan, folder: Path | None, *, fresh: bool) -> None:
         self._plan, self._folder = plan, folder
+        if fresh and folder is not None:
+            for stale in folder.glob("epoch_*.npz"):
+                stale.unlink()
         self._known: dict[int, EpochSchedule] = {}
         self._lock = threading.Lock()
 
@@ -99,11 +103,13 @@ class Schedules:
             return self._plan.build_epoch(epoch)
         path = self._folder / f"epoch_{epoch:05d}.npz"
         if path.exists():
-            schedule = EpochSchedule.load(path)
-            if schedule.data_fingerprint != self._plan.rows.fingerprint or schedule.epoch != epoch:
+            schedule, ours = EpochSchedule.load(path), self._plan.first_epoch
+            names = ("data_fingerprint", "seed", "token_budget", "buckets", "order", "draw", "jobs_per_step")
+            differing = [name for name in names if getattr(schedule, name) != getattr(ours, name)]
+            if differing or schedule.epoch != epoch:
                 raise ValueError(
-                    f"schedule file {path} belongs to other data or another epoch; delete the folder {self._folder} or "
-                    "use another run_dir"
+                    f"schedule file {path} must be of epoch {epoch} of this run; it is of epoch {schedule.epoch} and "
+                    f"differs in {differing or 'nothing else'}. Delete the file, or use another run_dir"
                 )
             return schedule
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -357,7 +357,7 @@ def test_schedule_of_other_data_is_refused(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "run" / "schedule" / "epoch_00001.npz"
     good = EpochSchedule.load(tmp_path / "run" / "schedule" / "epoch_00000.npz")
     good.save(path)
-    with pytest.raises(ValueError, match="belongs to other data or another epoch"):
+    with pytest.raises(ValueError, match="must be of epoch 1 of this run; it is of epoch 0"):
         train(config, resume="auto")
 
 
@@ -396,3 +396,16 @@ def test_one_conversation_is_learnt_by_heart(tiny: Path, tmp_path: Path) -> None
     train(config)
     report = evaluate(tmp_path / "run", tmp_path / "one.jsonl", max_new_tokens=40, workers=1, control_prompts=0)
     assert report.drafter.accept_length > 0.9 * config.drafter.block_size
+
+
+def test_schedules_of_a_run_that_died_before_its_first_checkpoint_are_not_used(tiny: Path, tmp_path: Path) -> None:
+    train(tiny_config(tiny, tmp_path / "other", "seed=7", "epochs=1"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other" / "schedule").rename(tmp_path / "run" / "schedule")
+    train(tiny_config(tiny, tmp_path / "run", "epochs=1"), resume="auto")
+    assert EpochSchedule.load(tmp_path / "run" / "schedule" / "epoch_00000.npz").seed == 0
+
+
+def test_a_missing_target_is_named(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"target\.path .*nowhere.* must be a readable model folder"):
+        train(tiny_config(tiny, tmp_path / "run", f"target.path={tmp_path / 'nowhere'}"))
