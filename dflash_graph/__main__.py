@@ -60,6 +60,8 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json must name a file in an existing folder; found {args.json}")
     from dflash_graph.evaluation import evaluate
 
     report = evaluate(args.run, args.prompts, max_new_tokens=args.max_new_tokens, limit=args.limit, device=args.device)

@@ -99,8 +99,13 @@ def resolve_resume(resume: str | Path | None, run_dir: str | Path) -> tuple[Path
     if resume == "auto":
         folder, skipped = _newest_whole(run_dir)
         notes = "".join(f"\n  skipped damaged {line}" for line in skipped)
+        if folder is None and existing:
+            raise ValueError(
+                f"run_dir {run_dir} holds {len(existing)} checkpoints, none of them whole; starting fresh would delete "
+                f"them.{notes}\nRepair or remove them, or choose another run_dir"
+            )
         if folder is None:
-            return None, f"resume auto: no whole checkpoint in {run_dir}, starting fresh{notes}"
+            return None, f"resume auto: no checkpoint in {run_dir}, starting fresh{notes}"
         return folder, f"resume auto: continuing from {folder}{notes}"
     folder = Path(resume)
     try:
@@ -225,6 +230,14 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._run, args=(step, record), name="checkpoint-writer")
         self._thread.start()
         return time.monotonic() - started
+
+    def best_accept_length(self) -> float:
+        """Held-out accept_length of the best checkpoint so far; 0 if there is none."""
+        path = self.folder / "best.json"
+        try:
+            return float(json.loads(path.read_text(encoding="utf-8"))["accept_length"])
+        except (OSError, ValueError, KeyError):
+            return 0.0
 
     def check(self) -> None:
         """Raise the error of the last write, if it failed; cheap enough for every step."""

@@ -150,7 +150,10 @@ class DrafterConfig:
         _require(self.block_size >= 2, f"drafter.block_size must be at least 2; found {self.block_size}")
         _require(0 < self.anchor_rate <= 1, f"drafter.anchor_rate must be in (0, 1]; found {self.anchor_rate}")
         _require(self.num_micro_step_sizes >= 1, "drafter.num_micro_step_sizes must be at least 1")
-        for name in ("num_anchors_per_sample", "num_anchors", "draft_vocab_size", "sliding_window"):
+        for name in (
+            "num_anchors_per_sample", "num_anchors", "draft_vocab_size", "sliding_window", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "intermediate_size",
+        ):  # fmt: skip
             value = getattr(self, name)
             _require(value is None or value >= 1, f"drafter.{name} must be at least 1; found {value}")
         gamma = self.loss_decay_gamma
@@ -201,7 +204,7 @@ class OptimConfig:
     max_skipped_steps: int = 5
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, f"optim.lr must be positive; found {self.lr}")
+        _require(0 < self.lr < float("inf"), f"optim.lr must be positive and finite; found {self.lr}")
         _require(all(0 <= b < 1 for b in self.betas), f"optim.betas must lie in [0, 1); found {self.betas}")
         _require(self.eps > 0, f"optim.eps must be positive; found {self.eps}")
         _require(self.weight_decay >= 0, f"optim.weight_decay must not be negative; found {self.weight_decay}")

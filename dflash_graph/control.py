@@ -29,11 +29,16 @@ class RunControl:
         self.failed_worker: str | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
+        self._last_beat = time.monotonic()
         self._conditions: list[threading.Condition] = []
 
     @property
     def stopping(self) -> bool:
         return self._stop.is_set()
+
+    def beat(self) -> None:
+        """Tell that a worker has made progress: a long pass of one worker is no reason for the others to give up."""
+        self._last_beat = time.monotonic()
 
     def condition(self) -> threading.Condition:
         """A new condition that `stop` and `fail` wake."""
@@ -77,17 +82,19 @@ class RunControl:
 
         Raises:
             Stopped: the run is ending.
-            WaitTimeoutError: `wait_timeout_s` passed; `describe()` is appended (for instance all slot states).
+            WaitTimeoutError: `wait_timeout_s` passed since the wait began and since the last `beat`; `describe()` is
+                appended (for instance all slot states).
         """
         started = time.monotonic()
         while not predicate():
             if self.stopping:
                 raise Stopped
-            waited = time.monotonic() - started
-            if waited >= self.wait_timeout_s:
+            now = time.monotonic()
+            idle = now - max(started, self._last_beat)
+            if idle >= self.wait_timeout_s:
                 raise WaitTimeoutError(
-                    f"{who} waited {waited:.1f} s for {what}, longer than the limit of {self.wait_timeout_s:g} s. "
-                    f"{describe()}"
+                    f"{who} waited {now - started:.1f} s for {what}, and no worker made progress for longer than the "
+                    f"limit of {self.wait_timeout_s:g} s. {describe()}"
                 )
-            condition.wait(timeout=min(0.5, self.wait_timeout_s - waited))
+            condition.wait(timeout=min(0.5, self.wait_timeout_s - idle))
         return time.monotonic() - started

@@ -5,6 +5,7 @@ and replays the decoded texts with two tables made from the training rows and wi
 It must never report a number for texts that differ from greedy decoding. Called by the command line and by users.
 """
 
+import codecs
 import json
 import os
 import platform
@@ -60,7 +61,8 @@ def load_prompts(path: str | Path, tokenizer: Any, chat_template: str | None = N
     template = read_template(tokenizer, chat_template)
     encoder = ChatEncoder(tokenizer, template)
     prompts = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+    content = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -111,6 +113,8 @@ def check_greedy(
     """
     shortfall, top2_gap = full_forward_gaps(model, result.prompt, result.tokens)
     worst = int(shortfall.argmax())
+    if not bool(torch.isfinite(shortfall).all() & torch.isfinite(top2_gap).all()):
+        raise RuntimeError(f"{name} cannot be checked: the target's logits are not finite. Try target.dtype=float32")
     if float(shortfall[worst]) >= gap:
         raise RuntimeError(
             f"{name} is not greedy: generated token {worst} falls short of the best by {float(shortfall[worst]):.3g} "
@@ -214,25 +218,21 @@ def _control(
     return summarise((a for accepts in pool.map(replay, range(len(results))) for a in accepts), drafter.block_size)
 
 
-def _baselines(
-    config: Config, tokenizer: Any, results: Sequence[DecodeResult], block_size: int
-) -> dict[str, Acceptance]:
-    """The tables made from the run's training rows, on the decoded texts."""
-    rows = prepare(
-        config.data.train,
-        tokenizer,
-        max_length=config.data.max_length,
-        chat_template=config.data.chat_template,
-        cache_dir=Path(config.data.cache_dir or ".cache/dflash_graph"),
-    )
-    tables: dict[str, Proposer] = {
-        "bigram table": BigramTable(rows, block_size),
-        "context-blind table": BlockTable(rows, block_size),
-    }
-    return {
-        name: summarise((a for r in results for a in replay_accepts(table, r)), block_size)
-        for name, table in tables.items()
-    }
+def _tables(config: Config | None, tokenizer: Any, block_size: int) -> tuple[dict[str, Proposer], tuple[str, ...]]:
+    """The baselines made from the run's training rows; where these are out of reach, none and a note that says why."""
+    if config is None:
+        return {}, ("baselines not measured: the checkpoint lies in no run folder with a config.yaml",)
+    try:
+        rows = prepare(
+            config.data.train,
+            tokenizer,
+            max_length=config.data.max_length,
+            chat_template=config.data.chat_template,
+            cache_dir=Path(config.data.cache_dir or ".cache/dflash_graph"),
+        )
+    except (OSError, ValueError) as error:
+        return {}, (f"baselines not measured: {error}",)
+    return {"bigram table": BigramTable(rows, block_size), "context-blind table": BlockTable(rows, block_size)}, ()
 
 
 def _environment(device: torch.device, dtype: torch.dtype, workers: int) -> dict[str, str]:
@@ -274,6 +274,11 @@ def evaluate(
         ValueError: checkpoint, prompts or target do not fit or cannot be read.
         RuntimeError: a text is not the target's greedy text.
     """
+    for name, value in (("max_new_tokens", max_new_tokens), ("limit", limit)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1; found {value}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch finds no CUDA device; use device='cpu'")
     started = time.perf_counter()
     checkpoint, config = _checkpoint_and_config(Path(run))
     spec = DrafterSpec.from_dict(checkpoint.state["drafter"])
@@ -282,6 +287,7 @@ def evaluate(
     dtype = resolve_dtype(target.dtype, where)
     tokenizer = load_tokenizer(target)
     texts = load_prompts(prompts, tokenizer, config.data.chat_template if config else None)[:limit]
+    tables, notes = _tables(config, tokenizer, spec.block_size)
     model = load_full_model(target, where, dtype)
     room = int(model.config.get_text_config(decoder=True).max_position_embeddings) - max_new_tokens - spec.block_size
     chosen = [text for text in texts if len(text) <= room]
@@ -319,7 +325,10 @@ def evaluate(
         num_tokens=sum(len(r.tokens) for r in results),
         max_new_tokens=max_new_tokens,
         drafter=summarise((a for r in results for a in r.accepts), spec.block_size),
-        baselines=_baselines(config, tokenizer, results, spec.block_size) if config else {},
+        baselines={
+            name: summarise((a for r in results for a in replay_accepts(table, r)), spec.block_size)
+            for name, table in tables.items()
+        },
         other_features=control,
         by_prompt_length=by_prompt_length(results, spec.block_size),
         tokens_per_s=sum(len(r.tokens) for r in results) / sum(r.seconds for r in results),
@@ -327,7 +336,7 @@ def evaluate(
         greedy_prompts=len(timings),
         near_ties=tuple(i for i, (_, near_tie, _) in enumerate(decoded) if near_tie),
         near_tie_gap=NEAR_TIE_GAP[dtype],
-        notes=() if config else ("baselines not measured: the checkpoint lies in no run folder with a config.yaml",),
+        notes=notes,
         seconds=time.perf_counter() - started,
         environment=_environment(where, dtype, workers),
     )

@@ -81,6 +81,8 @@ class PaddedJob:
         num_anchors, num_trained_rows: live entries of the above.
         num_tokens: real positions. num_supervised: tokens of the loss mask that have a token before them.
         num_candidates: positions that could be anchors. num_covered: distinct supervised tokens trained.
+        rows_per_k, blocks_per_k: (K-1,) int64, supervised rows k = 1..K-1 of the blocks, and blocks whose rows 1..k are
+            all supervised. A label outside the reduced head counts here: the drafter cannot get it right.
     """
 
     epoch: int
@@ -103,6 +105,8 @@ class PaddedJob:
     num_supervised: int
     num_candidates: int
     num_covered: int
+    rows_per_k: np.ndarray
+    blocks_per_k: np.ndarray
 
 
 def find_candidates(loss_mask: np.ndarray, bucket_length: int) -> np.ndarray:
@@ -177,7 +181,8 @@ def pad_job(rows: TokenRows, schedule: EpochSchedule, job: int, shape: JobShape)
     anchors = draw_anchors(candidates, bucket_length=length, shape=shape, epoch=schedule.epoch, job=job)
     anchor_rows = anchors // length
     row_ends = anchor_rows * length + lengths[anchor_rows]
-    trained_rows, labels, weights, covered = _find_trained_rows(token_ids, loss_mask, anchors, row_ends, shape)
+    predicted, supervised = _supervised_rows(loss_mask, anchors, row_ends, shape.block_size)
+    trained_rows, labels, weights, covered = _find_trained_rows(token_ids, predicted, supervised, shape)
     num_rows_max = shape.num_anchors * (shape.block_size - 1)
     return PaddedJob(
         epoch=schedule.epoch,
@@ -200,6 +205,8 @@ def pad_job(rows: TokenRows, schedule: EpochSchedule, job: int, shape: JobShape)
         num_supervised=int(loss_mask.sum(dtype=np.int64)) - int(loss_mask[: len(samples) * length : length].sum()),
         num_candidates=len(candidates),
         num_covered=int(np.count_nonzero(covered)),
+        rows_per_k=supervised.sum(axis=0),
+        blocks_per_k=supervised.cumprod(axis=1).sum(axis=0),
     )
 
 
@@ -215,27 +222,41 @@ def _row_layout(lengths: np.ndarray, bucket_length: int, token_budget: int) -> t
     return positions, row_ids
 
 
-def _find_trained_rows(
-    token_ids: np.ndarray, loss_mask: np.ndarray, anchors: np.ndarray, row_ends: np.ndarray, shape: JobShape
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Trained rows (a, k), 1 <= k < K: anchor + k inside its row, in the loss mask, with a label inside the head.
+def _supervised_rows(
+    loss_mask: np.ndarray, anchors: np.ndarray, row_ends: np.ndarray, block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Flat position anchor + k of each (a, k), 1 <= k < K, and whether it is inside its row and in the loss mask.
 
     Args:
-        token_ids, loss_mask: (T,).
+        loss_mask: (T,).
         anchors, row_ends: (n,) flat position of each anchor and of its row's end (exclusive).
+
+    Returns:
+        two (n, K-1) arrays; positions outside the row are 0.
+    """
+    predicted = anchors[:, None] + np.arange(1, block_size)
+    inside = predicted < row_ends[:, None]
+    predicted = np.where(inside, predicted, 0)
+    return predicted, inside & (loss_mask[predicted] != 0)
+
+
+def _find_trained_rows(
+    token_ids: np.ndarray, predicted: np.ndarray, supervised: np.ndarray, shape: JobShape
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Trained rows (a, k): supervised, with a label inside the head and a weight above 0.
+
+    Args:
+        token_ids: (T,). predicted, supervised: (n, K-1) of `_supervised_rows`.
 
     Returns:
         Index a*K + k, label and weight of each trained row, ascending; (T,) bool, the positions that are a label.
     """
     k = np.arange(1, shape.block_size)
     weight = np.exp(-(k - 1) / shape.gamma).astype(np.float32)
-    predicted = anchors[:, None] + k  # (n, K-1)
-    inside = predicted < row_ends[:, None]
-    predicted = np.where(inside, predicted, 0)
     label = token_ids[predicted]
     if shape.head_index is not None:
         label = shape.head_index[label]
-    trained = inside & (loss_mask[predicted] != 0) & (label >= 0) & (weight > 0)
+    trained = supervised & (label >= 0) & (weight > 0)
     a, column = np.nonzero(trained)
     covered = np.zeros(len(token_ids), dtype=bool)
     covered[predicted[trained]] = True

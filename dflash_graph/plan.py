@@ -20,7 +20,14 @@ from dflash_graph.drafter import DrafterSpec
 from dflash_graph.schedule import Bucket, EpochSchedule, build_epoch, choose_buckets
 from dflash_graph.static_buffers import BufferSpec, check_ring, default_slots, slot_specs
 from dflash_graph.step import micro_step_sizes, workspace_specs
-from dflash_graph.target import ModelFacts, check_target_layer_ids, default_target_layer_ids, read_facts, resolve_dtype
+from dflash_graph.target import (
+    ModelFacts,
+    check_target_layer_ids,
+    default_target_layer_ids,
+    read_facts,
+    resolve_dtype,
+    weights_digest,
+)
 
 VALIDATION_EPOCH = 2**31  # key of the validation pass's anchor draw; no training epoch reaches it
 
@@ -70,8 +77,8 @@ class RunPlan:
     def first_epoch(self) -> EpochSchedule:
         return self.build_epoch(0)
 
-    def build_epoch(self, epoch: int) -> EpochSchedule:
-        """The schedule of training epoch `epoch`; a pure function of the plan and the epoch."""
+    def build_epoch(self, epoch: int, min_ready: int | None = None) -> EpochSchedule:
+        """The schedule of training epoch `epoch`; a pure function of the plan, the epoch and min_ready (the plan's)."""
         schedule = self.config.schedule
         return build_epoch(
             self.rows.lengths,
@@ -80,7 +87,7 @@ class RunPlan:
             epoch=epoch,
             order=schedule.order,
             draw=schedule.draw,
-            min_ready=self.min_ready,
+            min_ready=min_ready or self.min_ready,
             jobs_per_step=schedule.jobs_per_step,
             data_fingerprint=self.rows.fingerprint,
             token_budget=self.config.token_budget,
@@ -130,6 +137,7 @@ class RunPlan:
             "mask_token_id": self.spec.mask_token_id,
             "jobs_per_epoch": self.jobs_per_epoch,
             "dtypes": [str(self.target_dtype), str(self.compute_dtype)],
+            "target_weights": weights_digest(self.config.target),
         }
 
     def __str__(self) -> str:
@@ -159,9 +167,16 @@ def make_plan(config: Config) -> RunPlan:
     """
     if config.devices.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("devices.device is 'cuda', but torch finds no CUDA device; use devices.device=cpu")
-    facts = read_facts(config.target)
     drafter = config.drafter
-    taps = drafter.target_layer_ids or default_target_layer_ids(facts.num_hidden_layers, drafter.num_hidden_layers)
+    if drafter.init not in ("random", "target") and not Path(drafter.init).is_dir():
+        raise ValueError(
+            f"drafter.init must be 'random', 'target' or the folder of a checkpoint; found {drafter.init!r}, which is "
+            "no folder"
+        )
+    facts = read_facts(config.target)
+    taps = drafter.target_layer_ids
+    if taps is None:
+        taps = default_target_layer_ids(facts.num_hidden_layers, drafter.num_hidden_layers)
     check_target_layer_ids(taps, facts.num_hidden_layers)
     tokenizer = load_tokenizer(config.target)
     rows = _prepare(config, config.data.train, tokenizer)

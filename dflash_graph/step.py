@@ -58,7 +58,6 @@ def workspace_specs(
         "num_anchors": ((), torch.int64),
         "num_trained_rows": ((), torch.int64),
         "correct": ((num_anchors * block_size,), torch.float32),
-        "trained": ((num_anchors * block_size,), torch.float32),
     }
     return [
         BufferSpec(f"workspace.{name}", shape, kind, device, writer="load", readers=("micro_step",))
@@ -71,10 +70,11 @@ class Counts:
     """Device counters read back to the host, summed since the last read. Arrays are (K-1,), index k-1.
 
     Attributes:
-        rows, correct, correct_top_k: trained rows per block position, and those whose label ranks first, or in the top
-            k.
-        blocks, leading: blocks whose rows 1..k are all trained, and those of them whose rows 1..k are all correct.
-        skipped_steps, skipped_in_a_row: updates not made (non-finite gradient or no trained row).
+        rows, correct, correct_top_k: supervised rows per block position, and those whose label ranks first, or in the
+            top k. A label outside the reduced head is a row that is never correct.
+        blocks, leading: blocks whose rows 1..k are all supervised, and those of them whose rows 1..k are all correct.
+        skipped_steps, skipped_in_a_row: updates not made (non-finite gradient or no trained row), and their longest
+            streak.
     """
 
     loss_sum: float
@@ -154,9 +154,14 @@ class DrafterStep:
         # Accumulators of the step, and counters since the last read.
         self.weight_sum = torch.zeros((), device=device)
         self._sums = torch.zeros(2, device=device, dtype=torch.float64)  # loss, weight
-        self._per_k = torch.zeros(5, k1, device=device, dtype=torch.float64)
+        self._per_k = torch.zeros(3, k1, device=device, dtype=torch.float64)  # correct, leading, top k
+        self._rows, self._blocks = (
+            np.zeros(k1, dtype=np.int64),
+            np.zeros(k1, dtype=np.int64),
+        )  # host: padding knows them
+        self._loaded: PaddedJob | None = None
         self._grad_norm = torch.zeros((), device=device)
-        self._skipped = torch.zeros(2, device=device)  # in all, in a row
+        self._skipped = torch.zeros(3, device=device)  # in all, in a row now, longest streak
         self._make_optimizer(device)
 
     def _inputs(self, a: int) -> BlockInputs:
@@ -215,6 +220,7 @@ class DrafterStep:
         A multiplication by zero would not do: 0 * NaN spreads through the weight gradients.
         """
         ws = self._ws
+        self._loaded = job
         ws["num_anchors"].fill_(job.num_anchors)
         ws["num_trained_rows"].fill_(job.num_trained_rows)
         real = source["row_ids"] >= 0  # (T,)
@@ -252,21 +258,21 @@ class DrafterStep:
             self._sums[0].add_(loss.detach())
             self._sums[1].add_(self._loss.weight_sum)
             self._count(size, rows)
+        if self._loaded is not None:
+            self._rows += self._loaded.rows_per_k
+            self._blocks += self._loaded.blocks_per_k
 
     def _count(self, size: int, rows: int) -> None:
         k = self.spec.block_size
         index, rank = self._ws["trained_rows"][:rows], self._loss.label_rank[:rows]
         live = self._row_index[:rows] < self._ws["num_trained_rows"]
         # Padded rows point at index 0, an anchor row, which no counter reads; all other indices are distinct.
-        trained = self._ws["trained"][: size * k].zero_().scatter_(0, index, live.float()).view(size, k)[:, 1:]
         right = (live & (rank == 0)).float()
         correct = self._ws["correct"][: size * k].zero_().scatter_(0, index, right).view(size, k)[:, 1:]
-        self._per_k[0] += trained.sum(0)
-        self._per_k[1] += correct.sum(0)
-        self._per_k[2] += trained.cumprod(1).sum(0)
-        self._per_k[3] += correct.cumprod(1).sum(0)
+        self._per_k[0] += correct.sum(0)
+        self._per_k[1] += correct.cumprod(1).sum(0)
         near = (live & (rank < TOP_K)).float()
-        self._per_k[4] += self._ws["correct"][: size * k].zero_().scatter_(0, index, near).view(size, k)[:, 1:].sum(0)
+        self._per_k[2] += self._ws["correct"][: size * k].zero_().scatter_(0, index, near).view(size, k)[:, 1:].sum(0)
 
     # ---- apply ------------------------------------------------------------------------------------------------------
 
@@ -294,6 +300,7 @@ class DrafterStep:
         self._grad_norm.copy_(norm)
         self._skipped[0].add_(self._found_inf)
         self._skipped[1].add_(1).mul_(self._found_inf)
+        torch.maximum(self._skipped[1], self._skipped[2], out=self._skipped[2])
 
     # ---- host side --------------------------------------------------------------------------------------------------
 
@@ -304,18 +311,20 @@ class DrafterStep:
         counts = Counts(
             loss_sum=sums[0],
             weight_sum=sums[1],
-            rows=per_k[0],
-            correct=per_k[1],
-            blocks=per_k[2],
-            leading=per_k[3],
-            correct_top_k=per_k[4],
+            rows=self._rows.astype(np.float64),
+            correct=per_k[0],
+            blocks=self._blocks.astype(np.float64),
+            leading=per_k[1],
+            correct_top_k=per_k[2],
             grad_norm=float(self._grad_norm),
             skipped_steps=int(skipped[0]),
-            skipped_in_a_row=int(skipped[1]),
+            skipped_in_a_row=int(skipped[2]),
         )
         self._sums.zero_()
         self._per_k.zero_()
+        self._rows[:] = self._blocks[:] = 0
         self._skipped[0].zero_()
+        self._skipped[2].zero_()
         return counts
 
     def state_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -355,5 +364,5 @@ _SLOT = (
 )  # fmt: skip
 _WORKSPACE = (
     "features", "positions", "anchors", "anchor_row_starts", "anchor_tokens", "trained_rows", "labels", "weights",
-    "num_anchors", "num_trained_rows", "correct", "trained",
+    "num_anchors", "num_trained_rows", "correct",
 )  # fmt: skip

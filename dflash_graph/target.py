@@ -7,9 +7,11 @@ Called by the target workers (`Target`), by the set-up of a run (`read_facts`, t
 (`load_full_model`). Tap id k is the output of decoder layer k (0-based), for the last layer before the final norm.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,6 +103,23 @@ def read_facts(config: TargetConfig) -> ModelFacts:
         model_type=str(text.model_type),
         tied=bool(getattr(text, "tie_word_embeddings", False)),
     )
+
+
+def weights_digest(config: TargetConfig) -> str | None:
+    """What tells a local target's weight files from others: names, sizes, first and last MiB. None for a hub id."""
+    folder = Path(config.path)
+    if not folder.is_dir():
+        return None
+    patterns = (config.gguf_file,) if config.gguf_file else ("*.safetensors", "*.bin")
+    sha = hashlib.sha256()
+    for path in sorted(file for pattern in patterns for file in folder.glob(pattern)):
+        size = path.stat().st_size
+        sha.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            sha.update(file.read(2**20))
+            file.seek(max(0, size - 2**20))
+            sha.update(file.read())
+    return sha.hexdigest()
 
 
 def _ropes(text: Any) -> list[dict[str, Any]]:
@@ -324,7 +343,8 @@ class Target:
             tolerance: largest ||a - b|| / ||a|| of a position; None is 1e-4 in float32 and 5e-2 in 16 bits.
 
         Raises:
-            ValueError: a layer differs (named), or the decoder changes the embeddings before its first layer.
+            ValueError: a tap is constant or not finite, a layer differs (named), or the decoder changes the embeddings
+                before its first layer.
         """
         window = max((getattr(m, "sliding_window", None) or 0 for m in self._attentions()), default=0)
         window = max(window, getattr(self.decoder.config, "sliding_window", None) or 0)
@@ -333,6 +353,7 @@ class Target:
         ids = torch.randint(self.facts.vocab_size, (1, length), generator=generator).to(self.embed_weight.device)
         self._num_positions = length
         inputs, ours = self._record(ids, None)
+        self._check_taps(length)
         if not torch.equal(inputs[0], F.embedding(ids, self.embed_weight)):
             raise ValueError(
                 f"{type(self.decoder).__name__} changes its embeddings before the first layer (a scale or position "
@@ -352,6 +373,22 @@ class Target:
                     f"transformers' eager attention by {error:.2e} (relative, worst of {length} positions); at most "
                     f"{limit:g} is allowed. This target needs an attention that the engine does not implement"
                 )
+
+    def _check_taps(self, length: int) -> None:
+        """Refuse taps that carry nothing: a drafter would train on them without complaint."""
+        d = self.facts.hidden_size
+        for i, tap in enumerate(self.target_layer_ids):
+            hidden = self.output[:length, i * d : (i + 1) * d].float()
+            if not bool(torch.isfinite(hidden).all()):
+                fault = "hold non-finite values"
+            elif float((hidden - hidden[0]).abs().max()) == 0:
+                fault = "are the same at every position"
+            else:
+                continue
+            raise ValueError(
+                f"the hidden states of tap {tap} must differ between positions and be finite; on a random row they "
+                f"{fault}. The target's weights are missing or damaged, or target.dtype overflows"
+            )
 
     def _attentions(self) -> list[nn.Module]:
         """Per layer, the module whose output is compared: its `self_attn`, or the layer itself."""

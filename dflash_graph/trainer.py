@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, decode_mask, encode_mask
+from dflash_graph.control import RunControl
+from dflash_graph.counts import ratio
 from dflash_graph.drafter import FlatParameters
 from dflash_graph.initialise import initial_parameters
 from dflash_graph.metrics import MetricsLogger
@@ -34,21 +36,29 @@ class Progress:
         epoch: the epoch to train next; equal to `epochs` when the run is complete.
         trained: what `Pool.start_epoch` takes: jobs trained in that epoch ("seeded"), or their (J,) bool mask.
         jobs: jobs trained in all epochs.
+        schedule: fingerprint and min_ready of that epoch's schedule once a part of it is trained, else None.
     """
 
     step: int = 0
     epoch: int = 0
     trained: int | np.ndarray = 0
     jobs: int = 0
+    schedule: tuple[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         trained = encode_mask(self.trained) if isinstance(self.trained, np.ndarray) else self.trained
-        return {"step": self.step, "epoch": self.epoch, "trained": trained, "jobs": self.jobs}
+        return vars(self) | {"trained": trained}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
-        trained = values["trained"]
-        return cls(**{**values, "trained": trained if isinstance(trained, int) else decode_mask(trained)})
+        trained, schedule = values["trained"], values["schedule"]
+        return cls(
+            **{
+                **values,
+                "trained": trained if isinstance(trained, int) else decode_mask(trained),
+                "schedule": None if schedule is None else (schedule[0], schedule[1]),
+            }
+        )
 
     def mask(self, schedules: Schedules, jobs_per_epoch: int) -> np.ndarray:
         """(J,) bool, the jobs of `epoch` that are trained."""
@@ -85,16 +95,19 @@ class Trainer:
         writer: CheckpointWriter | None,
         logger: MetricsLogger | None,
         dispatcher_state: Callable[[], tuple[dict[tuple[str, str], float], dict[str, int]]],
+        control: RunControl,
         finish: threading.Event,
     ) -> None:
         self.plan, self.table, self.ring, self.schedules, self.targets = plan, table, ring, schedules, targets
         self.settings, self.progress, self.writer, self.logger = settings, progress, writer, logger
+        self.control = control
         self.pool = Pool(ring, plan.config.schedule.draw, plan.config.seed)
         self.last_validation: Counts | None = None
         self._checkpoint, self._dispatcher_state, self._finish = checkpoint, dispatcher_state, finish
         self._validation_jobs: list[PaddedJob] = []
         self._validated_step = self._saved_step = -1 if checkpoint is None else progress.step
         self._logged_step = progress.step
+        self._best = 0.0 if writer is None else writer.best_accept_length()
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +167,13 @@ class Trainer:
         self._save()
         self.check_addresses()
         if self.logger is not None:
-            print(self.logger.report(), flush=True)
+            report = self.logger.report()
+            print(report, flush=True)
+            if report.steps and report.skipped_steps == report.steps:
+                raise RuntimeError(
+                    f"all {report.steps} steps of this run were skipped: their gradient was not finite, or no row had "
+                    "a weight. Lower optim.lr, or check the data, drafter.draft_vocab_size and the hidden states"
+                )
 
     def dry_run(self) -> None:
         """One step of the first epoch, by the same code."""
@@ -163,7 +182,8 @@ class Trainer:
         self._step(min(self.plan.config.schedule.jobs_per_step, schedule.num_jobs))
         counts = self.step.read_counts()
         self._check_counts(counts)
-        print(f"one step: loss {counts.loss_sum / counts.weight_sum:.4f}, gradient norm {counts.grad_norm:.4f}")
+        loss = ratio(counts.loss_sum, counts.weight_sum)
+        print(f"one step: loss {'-' if loss is None else f'{loss:.4f}'}, gradient norm {counts.grad_norm:.4f}")
         self.check_addresses()
 
     def close(self) -> None:
@@ -192,9 +212,9 @@ class Trainer:
             progress.jobs += len(jobs)
             at_end = len(jobs) == left
             # A checkpoint of the epoch's last step starts the next epoch.
-            progress.epoch, progress.trained = (
-                (schedule.epoch + 1, 0) if at_end else (schedule.epoch, self.pool.trained)
-            )
+            progress.epoch = schedule.epoch + at_end
+            progress.trained = 0 if at_end else self.pool.trained
+            progress.schedule = None if at_end else (schedule.fingerprint, schedule.min_ready)
             self._after_step(at_end)
 
     def _after_step(self, at_end: bool) -> None:
@@ -217,6 +237,7 @@ class Trainer:
             size = self.step.load_slot(lease.slot, lease.job)
             self.ring.release(lease)
             self.step.micro_step(size)
+            self.control.beat()
             drawn.append(lease.job)
         self._lr = learning_rate(self.plan.config.optim, self.progress.jobs + num_jobs, self.plan.total_jobs)
         self.step.apply(self._lr)
@@ -262,6 +283,10 @@ class Trainer:
         started = time.monotonic()
         target = self.targets[0]
         for job in self._validation_jobs:
+            if self._finish.is_set() or self.control.stopping:
+                self.step.read_counts()  # half a pass says nothing; the run is asked to end
+                return
+            self.control.beat()
             with target.turn:
                 size = self.step.load(target.extract(job), job)
             self.step.micro_step(size, train=False)
@@ -269,13 +294,16 @@ class Trainer:
         seconds = time.monotonic() - started
         self.logger.add_wait("drafter", "validation", seconds)
         self.logger.log_validation(self.progress.step, counts, seconds=seconds)
-        loss = counts.loss_sum / counts.weight_sum if counts.weight_sum else float("nan")
+        loss = ratio(counts.loss_sum, counts.weight_sum)
         print(
-            f"validation at step {self.progress.step}: loss {loss:.4f}, teacher-forced accept_length "
-            f"{counts.accept_length:.3f} ({seconds:.1f} s)",
+            f"validation at step {self.progress.step}: loss {'-' if loss is None else f'{loss:.4f}'}, teacher-forced "
+            f"accept_length {counts.accept_length:.3f} ({seconds:.1f} s)",
             flush=True,
         )
         self.last_validation, self._validated_step = counts, self.progress.step
+        if counts.accept_length > self._best:
+            self._best = counts.accept_length
+            self._save()  # the best checkpoint is one that exists
 
     def _checkpoint_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         drafter, optimizer = self.step.state_tensors()

@@ -53,9 +53,13 @@ def train(config: Config, *, resume: str = "never", dry_run: bool = False) -> Tr
         Exception: the first error of any worker, with the worker's name as a note.
     """
     if dry_run:
-        resume_path, message = None, "dry run: one step, nothing is kept"
-    else:
+        return _train(config, None, "dry run: one step, nothing is kept", dry_run=True)
+    with _lock(Path(config.run_dir)):  # before anything in it is read or changed
         resume_path, message = resolve_resume(resume, config.run_dir)
+        return _train(config, resume_path, message, dry_run=False)
+
+
+def _train(config: Config, resume_path: Path | None, message: str, *, dry_run: bool) -> TrainResult:
     print(message, flush=True)
     checkpoint = load_checkpoint(resume_path) if resume_path is not None else None
     plan = make_plan(config)
@@ -68,12 +72,16 @@ def train(config: Config, *, resume: str = "never", dry_run: bool = False) -> Tr
 
 
 def _lock(folder: Path) -> TextIO:
-    """Hold a run folder until the process ends, however it ends.
+    """Hold a run folder until the file is closed or the process ends, however it ends.
 
     Raises:
-        ValueError: another process trains into it.
+        ValueError: another process trains into it, or it cannot be made or written.
     """
-    file = (folder / "lock").open("w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w")
+    except OSError as error:
+        raise ValueError(f"run_dir must be a folder that can be written; {folder}: {error}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -97,13 +105,13 @@ class _Run:
             print(self.table, flush=True)
         self.control = RunControl(wait_timeout_s=config.schedule.wait_timeout_s)
         self.finish = threading.Event()
-        schedules = Schedules(plan, None if dry_run else self.folder / "schedule", fresh=checkpoint is None)
+        started = progress.schedule and (progress.epoch, *progress.schedule)
+        schedules = Schedules(
+            plan, None if dry_run else self.folder / "schedule", fresh=checkpoint is None, started=started
+        )
         self.ring = Ring(self.control, plan.slots, device=plan.device)
-        self._lock: TextIO | None = None
         writer, logger = None, None
         if not dry_run:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.folder)
             save_config(config, self.folder / "config.yaml")
             writer = CheckpointWriter(self.folder, config.checkpoint.keep)
             print(truncate_to_step(self.folder, -1 if checkpoint is None else progress.step), flush=True)
@@ -138,6 +146,7 @@ class _Run:
             writer=writer,
             logger=logger,
             dispatcher_state=lambda: (self.dispatcher.wait_seconds(), self.dispatcher.depths()),
+            control=self.control,
             finish=self.finish,
         )
 
@@ -160,8 +169,6 @@ class _Run:
                 self.trainer.close()
             except RuntimeError as error:  # the last write failed; an earlier error of a worker stays the first
                 self.control.fail("checkpoint-writer", error)
-            if self._lock is not None:
-                self._lock.close()
         self.control.raise_first_error()
         progress, validation = self.trainer.progress, self.trainer.last_validation
         print(f"ended at step {progress.step} after {time.monotonic() - started:.1f} s", flush=True)

@@ -52,6 +52,7 @@ class StartUp:
         load()
         with self._changed:
             self._loaded += 1
+            self._control.beat()
             self._changed.notify_all()
         self._wait(lambda: self._loaded == self._count, index, "the other workers' set-up")
         run()
@@ -81,10 +82,14 @@ class Schedules:
     Args:
         folder: `schedule/` of the run folder; None keeps them in memory only.
         fresh: the run starts from nothing: files of one that died before its first checkpoint are removed.
+        started: (epoch, its fingerprint, its min_ready) of the epoch that a checkpoint stands in: part of it is
+            trained, so it is rebuilt as it was, whatever `schedule.min_ready` is now.
     """
 
-    def __init__(self, plan: RunPlan, folder: Path | None, *, fresh: bool) -> None:
-        self._plan, self._folder = plan, folder
+    def __init__(
+        self, plan: RunPlan, folder: Path | None, *, fresh: bool, started: tuple[int, str, int] | None = None
+    ) -> None:
+        self._plan, self._folder, self._started = plan, folder, started
         if fresh and folder is not None:
             for stale in folder.glob("epoch_*.npz"):
                 stale.unlink()
@@ -95,12 +100,19 @@ class Schedules:
         with self._lock:
             if epoch not in self._known:
                 self._known = {e: s for e, s in self._known.items() if e >= epoch - 1}
-                self._known[epoch] = self._read_or_build(epoch)
+                schedule = self._known[epoch] = self._read_or_build(epoch)
+                if self._started and self._started[:2] != (epoch, schedule.fingerprint) and self._started[0] == epoch:
+                    raise ValueError(
+                        f"the schedule of epoch {epoch} must be the one that the checkpoint was trained on; its "
+                        f"fingerprint is {schedule.fingerprint}, the checkpoint's {self._started[1]}. Resume in the "
+                        "run folder that made the checkpoint"
+                    )
             return self._known[epoch]
 
     def _read_or_build(self, epoch: int) -> EpochSchedule:
+        min_ready = self._started[2] if self._started and self._started[0] == epoch else None
         if self._folder is None:
-            return self._plan.build_epoch(epoch)
+            return self._plan.build_epoch(epoch, min_ready)
         path = self._folder / f"epoch_{epoch:05d}.npz"
         if path.exists():
             schedule, ours = EpochSchedule.load(path), self._plan.first_epoch
@@ -113,7 +125,7 @@ class Schedules:
                 )
             return schedule
         self._folder.mkdir(parents=True, exist_ok=True)
-        schedule = self._plan.first_epoch if epoch == 0 else self._plan.build_epoch(epoch)
+        schedule = self._plan.build_epoch(epoch, min_ready)
         schedule.save(path)
         return schedule
 
@@ -171,6 +183,7 @@ class TargetWorker:
             write_metadata(self._table, lease.slot, lease.job)
             self.busy_s += time.monotonic() - started
             self._ring.filled(lease)
+            self._control.beat()
 
     def extract(self, job: PaddedJob) -> dict[str, Tensor]:
         """Features and metadata of a job outside the ring, valid until the caller leaves `turn` (validation pass)."""

@@ -40,7 +40,7 @@ def test_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
         ("optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'"),
         ("drafter.block=4", "did you mean 'drafter.block_size'"),
         ("zzz=1", "unknown key 'zzz'"),
-        ("optim.lr=-1", "optim.lr must be positive; found -1"),
+        ("optim.lr=-1", "optim.lr must be positive and finite; found -1"),
         ("optim.lr=fast", "optim.lr"),
         ("epochs=0", "epochs must be at least 1; found 0"),
         ("epochs=1.5", "epochs"),
