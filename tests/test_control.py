@@ -71,3 +71,22 @@ def test_no_error_means_nothing_is_raised() -> None:
 def test_time_limit_must_be_positive() -> None:
     with pytest.raises(ValueError, match="wait_timeout_s must be positive"):
         RunControl(wait_timeout_s=0)
+
+
+def test_a_wait_goes_on_while_some_worker_makes_progress() -> None:
+    control = RunControl(wait_timeout_s=0.2)
+    condition = control.condition()
+    ended = threading.Event()
+
+    def busy() -> None:
+        for _ in range(8):
+            time.sleep(0.05)
+            control.beat()
+        ended.set()
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    with condition:
+        waited = control.wait_for(condition, ended.is_set, who="padding-0", what="room")
+    thread.join()
+    assert waited > 0.3

@@ -422,3 +422,16 @@ def test_jobs_padded_in_parallel_equal_jobs_padded_alone() -> None:
             np.testing.assert_array_equal(value, getattr(job, name), err_msg=name)
     assert dispatcher.take("t") is None
     dispatcher.close()
+
+
+def test_rows_and_whole_blocks_are_counted_with_labels_outside_the_head() -> None:
+    """By hand, from the table above: a head without tokens 15 and 21 trains less, but misses there still count."""
+    head = np.full(32, -1, np.int32)
+    kept = [t for t in range(32) if t not in (15, 21)]
+    head[kept] = np.arange(len(kept))
+    for head_index, num_trained in ((None, 7), (head, 4)):
+        rows = Rows([(TOKENS, MASK)])
+        job = pad_job(rows, make_schedule(rows), 0, make_shape(head_index=head_index))
+        assert job.num_trained_rows == num_trained
+        assert job.rows_per_k.tolist() == [4, 1, 2]
+        assert job.blocks_per_k.tolist() == [4, 1, 0]

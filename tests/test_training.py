@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_graph import evaluate, training
 from dflash_graph.checkpoint import find_latest
@@ -409,3 +411,93 @@ def test_schedules_of_a_run_that_died_before_its_first_checkpoint_are_not_used(t
 def test_a_missing_target_is_named(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"target\.path .*nowhere.* must be a readable model folder"):
         train(tiny_config(tiny, tmp_path / "run", f"target.path={tmp_path / 'nowhere'}"))
+
+
+def test_a_started_epoch_keeps_its_draw_order_when_min_ready_changes_and_the_file_is_gone(
+    tiny: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tiny, tmp_path / "run", "checkpoint.every=1")
+    _run_killed(config, 4, monkeypatch)
+    for file in (tmp_path / "run" / "schedule").iterdir():
+        file.unlink()
+    trained = _trace(monkeypatch)
+    train(tiny_config(tiny, tmp_path / "run", "schedule.min_ready=1", "epochs=1"), resume="auto")
+    left = [job for _, epoch, job in trained if epoch == 0]
+    order = EpochSchedule.load(straight / "schedule" / "epoch_00000.npz").draw_order.tolist()
+    assert left in (order[6:], order[8:])  # the last checkpoint before the kill may or may not have been whole
+
+
+def test_auto_resume_never_deletes_damaged_checkpoints(tiny: Path, tmp_path: Path) -> None:
+    config = tiny_config(tiny, tmp_path / "run", "epochs=1")
+    train(config)
+    for state in (tmp_path / "run" / "checkpoints").glob("step_*/state.json"):
+        state.write_text("{}")
+    with pytest.raises(ValueError, match="none of them whole"):
+        train(config, resume="auto")
+
+
+def test_the_best_checkpoint_exists_whatever_the_cadences(tiny: Path, tmp_path: Path) -> None:
+    train(tiny_config(tiny, tmp_path / "run", "checkpoint.every=1000", "log.validate_every=3", "checkpoint.keep=1"))
+    records = read_records(tmp_path / "run")
+    best = max((r["accept_length"], -r["step"]) for r in records if r["kind"] == "validation")
+    kept = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
+    assert (kept["accept_length"], -kept["step"]) == best
+    assert (tmp_path / "run" / "checkpoints" / kept["folder"] / "state.json").is_file()
+
+
+def test_a_run_that_trained_on_nothing_is_an_error(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DrafterStep, "apply", _with_nan(DrafterStep.apply))
+    with pytest.raises(RuntimeError, match=r"all .* steps of this run were skipped"):
+        train(tiny_config(tiny, tmp_path / "run", "epochs=1", "optim.max_skipped_steps=1000"))
+
+
+def _with_nan(apply: Any) -> Any:
+    def poisoned(self: DrafterStep, lr: float) -> None:
+        self.parameters.grads["decay"][0] = float("nan")
+        apply(self, lr)
+
+    return poisoned
+
+
+def test_another_target_under_the_same_path_is_refused_on_resume(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    override = f"target.path={tmp_path / 'model'}"
+    train(tiny_config(tiny, tmp_path / "run", override, "epochs=1"))
+    file = tmp_path / "model" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 64
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"derived\.target_weights"):
+        train(tiny_config(tiny, tmp_path / "run", override), resume="auto")
+
+
+def test_dead_hidden_states_are_refused(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"].zero_()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"hidden states of tap 1 .* same at every position"):
+        train(tiny_config(tiny, tmp_path / "run", f"target.path={tmp_path / 'model'}"))
+
+
+def test_evaluation_without_the_training_rows_keeps_its_result(tiny: Path, straight: Path, tmp_path: Path) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").write_text(config.replace("train.jsonl", "gone.jsonl"))
+    report = evaluate(tmp_path / "run", tiny / "heldout.jsonl", max_new_tokens=8, limit=3, workers=1)
+    assert report.drafter.accept_length >= 1
+    assert "baselines not measured" in report.notes[0]
+    with pytest.raises(ValueError, match="limit must be at least 1"):
+        evaluate(tmp_path / "run", tiny / "heldout.jsonl", limit=0)
+
+
+def test_a_target_whose_logits_are_not_finite_is_not_called_greedy(tiny: Path, straight: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][50] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    target = TargetConfig(path=str(tmp_path / "model"))
+    with pytest.raises(RuntimeError, match="not finite"):
+        evaluate(straight, tiny / "heldout.jsonl", max_new_tokens=8, limit=1, workers=1, target=target)
