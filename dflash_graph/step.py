@@ -145,20 +145,16 @@ class DrafterStep:
         self.inputs = {a: self._inputs(a) for a in self.sizes}
         self._anchor_index = torch.arange(sizes[-1], device=device)
         self._row_index = torch.arange(sizes[-1] * k1, device=device)
-        self._zero_float, self._zero_int = (
-            torch.zeros((), device=device),
-            torch.zeros((), device=device, dtype=torch.int64),
-        )
+        self._zero_float = torch.zeros((), device=device)
+        self._zero_int = torch.zeros((), device=device, dtype=torch.int64)
         self._zero_feature = torch.zeros((), device=device, dtype=embed_weight.dtype)
         self._ignored = torch.full((), loss_op.IGNORE_INDEX, device=device)
         # Accumulators of the step, and counters since the last read.
         self.weight_sum = torch.zeros((), device=device)
         self._sums = torch.zeros(2, device=device, dtype=torch.float64)  # loss, weight
         self._per_k = torch.zeros(3, k1, device=device, dtype=torch.float64)  # correct, leading, top k
-        self._rows, self._blocks = (
-            np.zeros(k1, dtype=np.int64),
-            np.zeros(k1, dtype=np.int64),
-        )  # host: padding knows them
+        self._rows = np.zeros(k1, dtype=np.int64)  # on the host: padding knows rows and blocks
+        self._blocks = np.zeros(k1, dtype=np.int64)
         self._loaded: PaddedJob | None = None
         self._grad_norm = torch.zeros((), device=device)
         self._skipped = torch.zeros(3, device=device)  # in all, in a row now, longest streak

@@ -125,7 +125,8 @@ class Schedules:
                 )
             return schedule
         self._folder.mkdir(parents=True, exist_ok=True)
-        schedule = self._plan.build_epoch(epoch, min_ready)
+        known = epoch == 0 and min_ready is None  # the plan has built it
+        schedule = self._plan.first_epoch if known else self._plan.build_epoch(epoch, min_ready)
         schedule.save(path)
         return schedule
 

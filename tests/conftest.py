@@ -22,7 +22,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    torch.set_num_threads(1)  # toy sizes: more threads would only wait for each other
     # Uninitialised memory is NaN (or a huge integer): reading it shows.
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -33,3 +32,4 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # toy sizes: more threads would only wait for each other

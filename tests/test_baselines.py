@@ -1,24 +1,13 @@
 """The two tables on hand-made rows, and that decoding with a table equals replaying it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import transformers
 
 from dflash_graph.baselines import BigramTable, BlockTable
 from dflash_graph.decoding import replay_accepts, speculative_decode
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Matrices this small only lose time to a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Rows:

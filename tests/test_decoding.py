@@ -1,6 +1,6 @@
 """Speculative decoding against greedy decoding, and the plain drafter against a dense one written without a cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,6 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.3,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Matrices this small only lose time to a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_model(config: Any) -> Any:

@@ -29,15 +29,6 @@ from tests.toys import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and lose much where another process wants its core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def float64() -> Iterator[None]:
     """The package's own path in float64: masters, gradients and accumulators follow the default dtype."""

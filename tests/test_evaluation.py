@@ -1,7 +1,6 @@
 """The whole evaluation of a tiny run folder, the near-tie rule, and the definitions of accept_length."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +79,6 @@ def frequent_ids(target: Path, prompts: Path, count: int) -> torch.Tensor:
     texts = load_prompts(prompts, transformers.AutoTokenizer.from_pretrained(target))[:7]
     written = [t for text in texts for t in greedy_decode(model, text, max_new_tokens=24, eos_ids={257})]
     return torch.bincount(torch.tensor(written)).topk(count).indices
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Matrices this small only lose time to a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,15 +32,6 @@ from tests.toys import (
 
 MIXED = {"layer_types": (SLIDING, FULL), "sliding_window": 5}
 LENGTHS = [30, 9, 12, 4, 40, 2, 17, 8, 25, 33, 11, 6, 20, 38, 3, 14, 28, 36]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and lose much where another process wants its core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def jobs_of(

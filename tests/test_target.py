@@ -1,7 +1,7 @@
 """The target: taps against transformers' hidden states, row independence, no mask, refusals, and a real GGUF file."""
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,6 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,  # large, so that attention is far from uniform and errors show
 }
 SLIDING = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Matrices this small only lose time to a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def llama() -> Any:
