@@ -104,7 +104,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DrafterConfig:
-    """The drafter's architecture, its anchors and its loss weights.
+    """The drafter's architecture, its anchors and the decay of its loss weights.
 
     Attributes:
         block_size: K, positions of a block; position 0 is the anchor's real token.
@@ -184,6 +184,45 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class LossConfig:
+    """What a trained row costs: (1 - kl_weight) * cross-entropy + kl_weight * KL(target || drafter), and its weight.
+
+    Attributes:
+        weighting: "decay" is exp(-(k-1)/gamma) of `drafter.loss_decay_gamma`; "d_pace" follows the drafter's own
+            confidence along the block (D-PACE) and has no gamma.
+        d_pace_alpha: with "d_pace": 0 follows the confidence wholly, 1 not at all (a row weighs as much as rows of its
+            block follow, itself included).
+        labels: of the cross-entropy: "data" are the conversation's tokens; "target" is what the target itself would
+            say there (its most likely token). Which rows are trained follows the data's loss mask either way.
+        kl_weight: share of the KL divergence from the target's distribution.
+    """
+
+    weighting: Literal["decay", "d_pace"] = "decay"
+    d_pace_alpha: float = 0.5
+    labels: Literal["data", "target"] = "data"
+    kl_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("d_pace_alpha", "kl_weight"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"loss.{name} must be in [0, 1]; found {value}")
+        _require(
+            self.weighting == "d_pace" or self.d_pace_alpha == 0.5,
+            f"loss.d_pace_alpha={self.d_pace_alpha} has no effect with loss.weighting={self.weighting}; set "
+            "loss.weighting=d_pace or leave it out",
+        )
+
+    @property
+    def with_kl(self) -> bool:
+        return self.kl_weight > 0
+
+    @property
+    def with_teacher(self) -> bool:
+        """The target's distribution is needed: its last layers, its final norm and its head run, too."""
+        return self.with_kl or self.labels == "target"
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class OptimConfig:
     """AdamW over flat float32 masters. The learning rate is a function of jobs trained / total jobs.
 
@@ -223,17 +262,24 @@ class DeviceConfig:
         num_targets: target workers of this process, each with its own copy of the target.
         target_threads, drafter_threads: CPU threads of one target worker and of the drafter worker; None shares the
             machine's cores between them. Ignored by CUDA kernels.
+        kernels: implementation of the package's own operators; "auto" is Triton on CUDA and plain torch on the CPU.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
     num_targets: int = 1
     target_threads: int | None = None
     drafter_threads: int | None = None
+    kernels: Literal["auto", "torch", "triton"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("num_targets", "target_threads", "drafter_threads"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"devices.{name} must be at least 1; found {value}")
+
+    @property
+    def implementation(self) -> Literal["torch", "triton"] | None:
+        """What the operators' `make_workspace` takes; None lets it choose."""
+        return None if self.kernels == "auto" else self.kernels
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -280,6 +326,7 @@ class Config:
     data: DataConfig
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     devices: DeviceConfig = field(default_factory=DeviceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -294,6 +341,11 @@ class Config:
             self.token_budget >= self.data.max_length,
             f"schedule.token_budget must hold one row of data.max_length = {self.data.max_length} tokens; found "
             f"{self.token_budget}. Raise the budget or lower max_length",
+        )
+        gamma = self.drafter.loss_decay_gamma
+        _require(
+            gamma is None or self.loss.weighting == "decay",
+            f"drafter.loss_decay_gamma={gamma} has no effect with loss.weighting={self.loss.weighting}; leave one out",
         )
 
     @property

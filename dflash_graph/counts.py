@@ -88,7 +88,9 @@ def ratios(part: np.ndarray, whole: np.ndarray) -> list[float | None]:
 
 def add_counts(a: "Counts", b: "Counts") -> "Counts":
     """Sum of two read-outs in order; norm and skipped-in-a-row are states, so the later one holds."""
-    summed = ("loss_sum", "weight_sum", "rows", "correct", "correct_top_k", "blocks", "leading", "skipped_steps")
+    summed = ["loss_sum", "weight_sum", "rows", "correct", "correct_top_k", "blocks", "leading", "skipped_steps"]
+    if a.kl_sum is not None and b.kl_sum is not None:
+        summed += ["nll_sum", "kl_sum"]
     return dataclasses.replace(b, **{name: getattr(a, name) + getattr(b, name) for name in summed})
 
 
@@ -98,6 +100,7 @@ def count_metrics(counts: "Counts", *, top_k: bool = True) -> dict[str, Any]:
     accuracy: P(row k right). acceptance: P(rows 1..k all right) among blocks whose rows 1..k are all trained.
     accept_length: 1 + the sum of acceptance, tokens per verification under teacher forcing, bonus included.
     rows_per_k, blocks_per_k: the denominators of accuracy and acceptance, so that records can be pooled.
+    nll, kl: the two parts of the loss before they are mixed, where a KL was trained.
     """
     metrics = {
         "loss": ratio(counts.loss_sum, counts.weight_sum),
@@ -108,6 +111,8 @@ def count_metrics(counts: "Counts", *, top_k: bool = True) -> dict[str, Any]:
         "rows_per_k": counts.rows,
         "blocks_per_k": counts.blocks,
     }
+    if counts.nll_sum is not None and counts.kl_sum is not None:
+        metrics |= {"nll": ratio(counts.nll_sum, counts.weight_sum), "kl": ratio(counts.kl_sum, counts.weight_sum)}
     if top_k:
         metrics["top_k_accuracy"] = ratios(counts.correct_top_k, counts.rows)
     return metrics

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from dflash_graph.kernels import layers, pointwise
+from dflash_graph.kernels.backend import Implementation
 from dflash_graph.kernels.block_attention import BlockAttentionWorkspace, block_attention
 
 
@@ -196,17 +197,6 @@ def rope_table(spec: DrafterSpec, length: int, device: torch.device, dtype: torc
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the rotate-half form.
-
-    Args:
-        x: (..., heads, E). cos, sin: (..., E) of the positions of x.
-    """
-    half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BlockInputs:
     """Static views that one micro-step size reads; all sanitised (see `step.py`).
@@ -231,6 +221,9 @@ class Drafter(nn.Module):
         embed_weight: (vocab, D) the target's frozen embedding, compute dtype.
         rope_length: positions that the rotary table covers (longest row + K).
         attention: scratch of the attention operator, shared by all layers.
+        kernels: of norms, rotary embedding and SwiGLU; None chooses by device, see `pointwise.choose`.
+
+    A backward adds weight gradients to the leaves' `.grad` directly; autograd hands none out.
     """
 
     def __init__(
@@ -241,6 +234,7 @@ class Drafter(nn.Module):
         embed_weight: Tensor,
         rope_length: int,
         attention: BlockAttentionWorkspace,
+        kernels: Implementation | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -249,72 +243,102 @@ class Drafter(nn.Module):
         self.cos, self.sin = rope_table(spec, rope_length, embed_weight.device, embed_weight.dtype)
         self.offsets = torch.arange(spec.block_size, device=embed_weight.device)
         self.attention = attention
+        self.pointwise = pointwise.choose(
+            kernels, eps=spec.rms_norm_eps, device=embed_weight.device, dtype=embed_weight.dtype
+        )
 
     def forward(self, x: BlockInputs) -> Tensor:  # (R, D)
         """Final-norm hidden states of the rows listed in `x.trained_rows`."""
-        spec, w = self.spec, self.weights
-        num_blocks, d = x.anchors.shape[0], spec.hidden_size
-        context = self._norm(F.linear(x.features, w["fc.weight"]), "hidden_norm")  # (T, D)
-        context_rope = self.cos[x.positions], self.sin[x.positions]  # (T, E)
-        block_positions = (x.anchors - x.row_starts)[:, None] + self.offsets  # (a, K)
-        block_rope = self.cos[block_positions], self.sin[block_positions]  # (a, K, E)
-        first = F.embedding(x.anchor_tokens, self.embed_weight)[:, None]  # (a, 1, D)
-        mask = self.embed_weight[spec.mask_token_id].expand(num_blocks, spec.block_size - 1, d)
-        hidden = torch.cat([first, mask], dim=1)  # (a, K, D)
-        for i in range(spec.num_hidden_layers - 1):
-            mixed = self._attend(i, hidden, context, context_rope, block_rope, x)
+        spec, embed = self.spec, self.embed_weight
+        rope = self._rope(x)
+        context = self._context(x.features, x.anchors.shape[0])
+        # All mask positions enter with the same row, so the first layer's norms and projections see a + 1 rows.
+        hidden = torch.cat([embed.index_select(0, x.anchor_tokens), embed[spec.mask_token_id, None]])
+        for i in range(spec.num_hidden_layers):
+            q, k, v, hidden = self._heads(i, hidden, context[2 * i])
+            if i == 0:
+                q, v, hidden = (layers.spread(t, spec.block_size) for t in (q, v, hidden))
+                k = layers.spread(k, spec.block_size, skip=x.positions.shape[0])
+            mixed = self._attend(i, q, k, v, context[2 * i + 1], rope, x)
+            if i == spec.num_hidden_layers - 1:
+                # Only trained rows go on: neither anchor rows nor dead ones pay for the MLP.
+                hidden, mixed = layers.gather(hidden, x.trained_rows), layers.gather(mixed, x.trained_rows)
             hidden = self._finish_layer(i, hidden, mixed)
-        # The last layer's output is needed on trained rows only: neither anchor rows nor dead ones pay for its MLP.
-        last = spec.num_hidden_layers - 1
-        mixed = self._attend(last, hidden, context, context_rope, block_rope, x)
-        hidden = hidden.view(-1, d).index_select(0, x.trained_rows)  # (R, D)
-        mixed = mixed.view(-1, mixed.shape[-1]).index_select(0, x.trained_rows)  # (R, H*E)
-        return self._norm(self._finish_layer(last, hidden, mixed), "norm")
+        return self._norm(hidden, "norm")
+
+    def _rope(self, x: BlockInputs) -> tuple[Tensor, Tensor]:
+        """cos and sin, (T + a*K, E) each, of the context's positions and behind them the blocks'."""
+        block_positions = (x.anchors - x.row_starts)[:, None] + self.offsets  # (a, K)
+        positions = torch.cat([x.positions, block_positions.view(-1)])
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+    def _context(self, features: Tensor, num_blocks: int) -> tuple[Tensor, ...]:
+        """Projected keys and values of all layers: k, v, k, v, ..., (T, Hk*E) each, k with room for the blocks'."""
+        w, num_layers = self.weights, self.spec.num_hidden_layers
+        kinds = [w[f"layers.{i}.self_attn.{kind}_proj.weight"] for i in range(num_layers) for kind in "kv"]
+        rooms = [num_blocks + 1, 0] + [num_blocks * self.spec.block_size, 0] * (num_layers - 1)
+        fused = layers.project(features, w["fc.weight"])  # (T, D)
+        return layers.norm_project(fused, w["hidden_norm.weight"], kinds, self.pointwise, rooms=rooms)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        weight = self.weights[f"{name}.weight"]
-        return F.rms_norm(x, weight.shape, weight, self.spec.rms_norm_eps)
+        return layers.norm(x, self.weights[f"{name}.weight"], self.pointwise)
+
+    def _heads(self, i: int, hidden: Tensor, context_keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries (n, H, E) and keys of context and blocks (T + n, Hk, E), normalised; values (n, Hk, E); hidden.
+
+        hidden: (n, D). context_keys: (T + n, Hk*E), written up to T. One tensor for all keys, so that one norm and one
+        rotation serve context and blocks.
+        """
+        w, prefix = self.weights, f"layers.{i}.self_attn"
+        k, q, v, hidden = layers.norm_project(
+            hidden,
+            w[f"layers.{i}.input_layernorm.weight"],
+            [w[f"{prefix}.{kind}_proj.weight"] for kind in "kqv"],
+            self.pointwise,
+            behind=context_keys,
+            carry=True,
+        )
+        k, q, v = (t.view(t.shape[0], -1, self.spec.head_dim) for t in (k, q, v))
+        return self._norm(q, f"{prefix}.q_norm"), self._norm(k, f"{prefix}.k_norm"), v, hidden
 
     def _attend(
         self,
         i: int,
-        hidden: Tensor,  # (a, K, D)
-        context: Tensor,  # (T, D)
-        context_rope: tuple[Tensor, Tensor],
-        block_rope: tuple[Tensor, Tensor],
+        q: Tensor,  # (a*K, H, E), normalised
+        k: Tensor,  # (T + a*K, Hk, E), normalised
+        v_block: Tensor,  # (a*K, Hk, E)
+        v_context: Tensor,  # (T, Hk*E)
+        rope: tuple[Tensor, Tensor],
         x: BlockInputs,
-    ) -> Tensor:  # (a, K, H*E)
-        spec, w, prefix = self.spec, self.weights, f"layers.{i}.self_attn"
-        heads, kv_heads, e = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
-
-        def project(source: Tensor, kind: str, count: int) -> Tensor:
-            return F.linear(source, w[f"{prefix}.{kind}_proj.weight"]).view(*source.shape[:-1], count, e)
-
-        inner = self._norm(hidden, f"layers.{i}.input_layernorm")
-        q = rotate(self._norm(project(inner, "q", heads), f"{prefix}.q_norm"), *block_rope)
-        k_block = rotate(self._norm(project(inner, "k", kv_heads), f"{prefix}.k_norm"), *block_rope)
-        k_context = rotate(self._norm(project(context, "k", kv_heads), f"{prefix}.k_norm"), *context_rope)
+    ) -> Tensor:  # (a*K, H*E)
+        spec = self.spec
+        q, k_context, k_block = layers.rotate_heads(q, k, *rope, v_context.shape[0], self.pointwise)
+        blocks = (x.anchors.shape[0], spec.block_size, -1, spec.head_dim)
         out = block_attention(
-            q,
+            q.view(blocks),
             k_context,
-            project(context, "v", kv_heads),
-            k_block,
-            project(inner, "v", kv_heads),
+            v_context.view(k_context.shape),
+            k_block.view(blocks),
+            v_block.view(blocks),
             x.anchors,
             x.row_starts,
             num_anchors=x.num_anchors,
-            scale=e**-0.5,
+            scale=spec.head_dim**-0.5,
             causal=spec.causal,
             sliding_window=spec.sliding_window if spec.layer_types[i] == "sliding_attention" else None,
             workspace=self.attention,
         )
-        return out.flatten(-2)
+        return out.view(q.shape[0], -1)
 
     def _finish_layer(self, i: int, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection, residual, and the SwiGLU MLP of layer i, on any rows (..., D)."""
+        """Output projection, residuals, and the SwiGLU MLP of layer i, on any rows (n, D)."""
         w, prefix = self.weights, f"layers.{i}"
-        hidden = hidden + F.linear(mixed, w[f"{prefix}.self_attn.o_proj.weight"])
-        inner = self._norm(hidden, f"{prefix}.post_attention_layernorm")
-        gate = F.silu(F.linear(inner, w[f"{prefix}.mlp.gate_proj.weight"]))
-        up = F.linear(inner, w[f"{prefix}.mlp.up_proj.weight"])
-        return hidden + F.linear(gate * up, w[f"{prefix}.mlp.down_proj.weight"])
+        hidden = layers.add_project(hidden, mixed, w[f"{prefix}.self_attn.o_proj.weight"])
+        return layers.mlp(
+            hidden,
+            w[f"{prefix}.post_attention_layernorm.weight"],
+            w[f"{prefix}.mlp.gate_proj.weight"],
+            w[f"{prefix}.mlp.up_proj.weight"],
+            w[f"{prefix}.mlp.down_proj.weight"],
+            self.pointwise,
+        )

@@ -30,21 +30,23 @@ class JobShape:
         token_budget: T, positions of a job.
         num_anchors: A, anchors a job can hold.
         block_size: K; position 0 of a block is the anchor's real token and is not trained.
-        gamma: decay of weight(k) = exp(-(k-1)/gamma).
+        gamma: decay of weight(k) = exp(-(k-1)/gamma); None is a weight of 1 for every row.
         anchor_rate: share of each row's candidates drawn, rounded half up, at least min(8, candidates).
         num_anchors_per_sample: if set, draw so many per row instead, or all candidates if there are fewer.
         seed: of the anchor draw.
         head_index: (vocab,) int32 from full token id to row of the reduced head, -1 outside; None is the full head.
+        with_teacher: list the positions at which trained rows need the target's distribution.
     """
 
     token_budget: int
     num_anchors: int
     block_size: int
-    gamma: float
+    gamma: float | None
     anchor_rate: float
     num_anchors_per_sample: int | None
     seed: int
     head_index: np.ndarray | None
+    with_teacher: bool = False
 
     def __post_init__(self) -> None:
         if self.token_budget < 1 or self.num_anchors < 1 or self.block_size < 2:
@@ -52,13 +54,18 @@ class JobShape:
                 "token_budget >= 1, num_anchors >= 1 and block_size >= 2 must hold; found "
                 f"{self.token_budget}, {self.num_anchors} and {self.block_size}"
             )
-        if not self.gamma > 0 or not 0 < self.anchor_rate <= 1:
+        if (self.gamma is not None and not self.gamma > 0) or not 0 < self.anchor_rate <= 1:
             raise ValueError(f"gamma > 0 and 0 < anchor_rate <= 1 must hold; found {self.gamma} and {self.anchor_rate}")
         if self.num_anchors_per_sample is not None and self.num_anchors_per_sample < 1:
             raise ValueError(f"num_anchors_per_sample must be at least 1; found {self.num_anchors_per_sample}")
         head = self.head_index
         if head is not None and (head.ndim != 1 or head.dtype != np.int32):
             raise ValueError(f"head_index must be (vocab,) int32; found {head.shape} {head.dtype}")
+
+    @property
+    def max_teacher_positions(self) -> int:
+        """U, most distinct positions at which the trained rows of a job can need the target's distribution."""
+        return min(self.num_anchors * (self.block_size - 1), self.token_budget)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -78,9 +85,13 @@ class PaddedJob:
         trained_rows: (A*(K-1),) int64, a*K + k of each trained row, ascending; the unused tail is 0.
         labels: (A*(K-1),) int64 head row to predict; -100 in the unused tail.
         weights: (A*(K-1),) float32; 0 in the unused tail.
+        teacher_positions: (U,) int64 flat positions before the distinct trained labels, ascending: there the target
+            says what it expects. The first `num_covered` are live; the unused tail is 0. None without a teacher.
+        teacher_rows: (A*(K-1),) int64 index into them for each trained row; the unused tail is 0. None without.
         num_anchors, num_trained_rows: live entries of the above.
         num_tokens: real positions. num_supervised: tokens of the loss mask that have a token before them.
-        num_candidates: positions that could be anchors. num_covered: distinct supervised tokens trained.
+        num_candidates: positions that could be anchors. num_covered: distinct supervised tokens trained, and so the
+            live entries of teacher_positions.
         rows_per_k, blocks_per_k: (K-1,) int64, supervised rows k = 1..K-1 of the blocks, and blocks whose rows 1..k are
             all supervised. A label outside the reduced head counts here: the drafter cannot get it right.
     """
@@ -99,6 +110,8 @@ class PaddedJob:
     trained_rows: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
+    teacher_positions: torch.Tensor | None
+    teacher_rows: torch.Tensor | None
     num_anchors: int
     num_trained_rows: int
     num_tokens: int
@@ -182,7 +195,10 @@ def pad_job(rows: TokenRows, schedule: EpochSchedule, job: int, shape: JobShape)
     anchor_rows = anchors // length
     row_ends = anchor_rows * length + lengths[anchor_rows]
     predicted, supervised = _supervised_rows(loss_mask, anchors, row_ends, shape.block_size)
-    trained_rows, labels, weights, covered = _find_trained_rows(token_ids, predicted, supervised, shape)
+    trained_rows, labels, weights, label_positions = _find_trained_rows(token_ids, predicted, supervised, shape)
+    covered = np.zeros(shape.token_budget, dtype=bool)
+    covered[label_positions] = True
+    teacher = _teacher_rows(covered, label_positions, shape) if shape.with_teacher else (None, None)
     num_rows_max = shape.num_anchors * (shape.block_size - 1)
     return PaddedJob(
         epoch=schedule.epoch,
@@ -199,6 +215,8 @@ def pad_job(rows: TokenRows, schedule: EpochSchedule, job: int, shape: JobShape)
         trained_rows=_tensor(trained_rows, num_rows_max, 0, np.int64),
         labels=_tensor(labels, num_rows_max, IGNORED_LABEL, np.int64),
         weights=_tensor(weights, num_rows_max, 0.0, np.float32),
+        teacher_positions=teacher[0],
+        teacher_rows=teacher[1],
         num_anchors=len(anchors),
         num_trained_rows=len(trained_rows),
         num_tokens=int(lengths.sum()),
@@ -249,18 +267,29 @@ def _find_trained_rows(
         token_ids: (T,). predicted, supervised: (n, K-1) of `_supervised_rows`.
 
     Returns:
-        Index a*K + k, label and weight of each trained row, ascending; (T,) bool, the positions that are a label.
+        Index a*K + k, label, weight and flat position of the label of each trained row, ascending by index.
     """
     k = np.arange(1, shape.block_size)
-    weight = np.exp(-(k - 1) / shape.gamma).astype(np.float32)
+    weight = np.ones(len(k), np.float32) if shape.gamma is None else np.exp(-(k - 1) / shape.gamma).astype(np.float32)
     label = token_ids[predicted]
     if shape.head_index is not None:
         label = shape.head_index[label]
     trained = supervised & (label >= 0) & (weight > 0)
     a, column = np.nonzero(trained)
-    covered = np.zeros(len(token_ids), dtype=bool)
-    covered[predicted[trained]] = True
-    return a * shape.block_size + k[column], label[trained], weight[column], covered
+    return a * shape.block_size + k[column], label[trained], weight[column], predicted[trained]
+
+
+def _teacher_rows(
+    covered: np.ndarray, label_positions: np.ndarray, shape: JobShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`PaddedJob.teacher_positions` and `teacher_rows`. The target predicts a label at the position before it.
+
+    Args:
+        covered: (T,) bool, the positions that are a label. label_positions: (n,) flat position of each row's label.
+    """
+    place = np.cumsum(covered) - 1  # of each covered position among them
+    positions = _tensor(np.flatnonzero(covered) - 1, shape.max_teacher_positions, 0, np.int64)
+    return positions, _tensor(place[label_positions], shape.num_anchors * (shape.block_size - 1), 0, np.int64)
 
 
 def _tensor(values: np.ndarray, size: int, fill: float, dtype: type) -> torch.Tensor:

@@ -5,7 +5,7 @@ every shape once. A plan that cannot train raises here, before any expensive wor
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_graph.config import Config
+from dflash_graph.config import Config, LossConfig
 from dflash_graph.data import TokenRows, choose_mask_token, load_tokenizer, prepare
 from dflash_graph.dispatch import JobShape
 from dflash_graph.drafter import DrafterSpec
+from dflash_graph.kernels.backend import choose_implementation
 from dflash_graph.schedule import Bucket, EpochSchedule, build_epoch, choose_buckets
-from dflash_graph.static_buffers import BufferSpec, check_ring, default_slots, slot_specs
+from dflash_graph.static_buffers import BufferSpec, TeacherSpec, check_ring, default_slots, slot_specs
 from dflash_graph.step import micro_step_sizes, workspace_specs
 from dflash_graph.target import (
     ModelFacts,
@@ -34,7 +35,12 @@ VALIDATION_EPOCH = 2**31  # key of the validation pass's anchor draw; no trainin
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """Shapes, specs and data of a run. `head_ids` (V,) are the full ids of the reduced head in head order, or None."""
+    """Shapes, specs and data of a run.
+
+    Attributes:
+        teacher: what the loss needs of the target's own distribution, or None.
+        head_ids: (V,) the full ids of the reduced head in head order, or None.
+    """
 
     config: Config
     rows: TokenRows
@@ -43,6 +49,7 @@ class RunPlan:
     spec: DrafterSpec
     buckets: tuple[Bucket, ...]
     job_shape: JobShape
+    teacher: TeacherSpec | None
     head_ids: np.ndarray | None
     head_coverage: float
     slots: int
@@ -60,6 +67,11 @@ class RunPlan:
     @property
     def compute_dtype(self) -> torch.dtype:
         return resolve_dtype(self.config.drafter.compute_dtype, self.device)
+
+    @property
+    def validation_shape(self) -> JobShape:
+        """Held-out jobs: decayed cross-entropy against the data's labels, whatever is trained, so that runs compare."""
+        return replace(self.job_shape, gamma=self.config.drafter.gamma, with_teacher=False)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -120,6 +132,7 @@ class RunPlan:
             "num_anchors": config.num_anchors,
             "block_size": spec.block_size,
             "device": self.device,
+            "teacher": self.teacher,
         }
         return [
             *slot_specs(
@@ -155,8 +168,25 @@ class RunPlan:
             f"mask token {self.spec.mask_token_id}, head {head}\n"
             f"anchors   {config.num_anchors} per job, micro-steps of {list(self.sizes)}\n"
             f"ring      {self.slots} slots, min_ready {self.min_ready}, reorder window {self.window}, "
-            f"draw {config.schedule.draw}"
+            f"draw {config.schedule.draw}" + self._describe_loss()
         )
+
+    def _describe_loss(self) -> str:
+        """Lines on the loss where it is not the default one, with what it costs the target."""
+        loss, teacher = self.config.loss, self.teacher
+        text = ""
+        if loss != LossConfig():
+            weighting = f"d_pace, alpha {loss.d_pace_alpha}" if loss.weighting == "d_pace" else "decay"
+            text += f"\nloss      labels of the {loss.labels}, KL weight {loss.kl_weight}, weighting {weighting}"
+        if teacher is not None:
+            u, v, d = teacher.num_positions, self.spec.head_vocab_size, teacher.hidden_size
+            flops = (4 if teacher.with_kl else 2) * u * v * d
+            more = self.facts.num_hidden_layers - 1 - self.spec.target_layer_ids[-1]
+            text += (
+                f"\nteacher   {more} more target layers, and its head at up to {u} positions of a job x {v} head rows: "
+                f"{flops / 1e9:.4g} GFLOP"
+            )
+        return text
 
 
 def make_plan(config: Config) -> RunPlan:
@@ -167,6 +197,7 @@ def make_plan(config: Config) -> RunPlan:
     """
     if config.devices.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("devices.device is 'cuda', but torch finds no CUDA device; use devices.device=cpu")
+    _check_numbers(config)
     drafter = config.drafter
     if drafter.init not in ("random", "target") and not Path(drafter.init).is_dir():
         raise ValueError(
@@ -188,7 +219,19 @@ def make_plan(config: Config) -> RunPlan:
     lengths = rows.lengths if validation is None else np.concatenate([rows.lengths, validation.lengths])
     buckets = choose_buckets(lengths, token_budget=config.token_budget, num_buckets=config.schedule.num_buckets)
     spec = _spec(config, facts, taps, mask_token_id, None if head_ids is None else len(head_ids), buckets[-1].length)
-    slots, min_ready, window = _ring_sizes(config, len(taps) * facts.hidden_size)
+    job_shape = JobShape(
+        token_budget=config.token_budget,
+        num_anchors=config.num_anchors,
+        block_size=spec.block_size,
+        gamma=drafter.gamma if config.loss.weighting == "decay" else None,
+        anchor_rate=drafter.anchor_rate,
+        num_anchors_per_sample=drafter.num_anchors_per_sample,
+        seed=config.seed,
+        head_index=None if head_ids is None else _invert(head_ids, facts.vocab_size),
+        with_teacher=config.loss.with_teacher,
+    )
+    teacher = _teacher_spec(config, job_shape.max_teacher_positions, facts.hidden_size)
+    slots, min_ready, window = _ring_sizes(config, len(taps) * facts.hidden_size, teacher)
     return RunPlan(
         config=config,
         rows=rows,
@@ -196,22 +239,28 @@ def make_plan(config: Config) -> RunPlan:
         facts=facts,
         spec=spec,
         buckets=buckets,
-        job_shape=JobShape(
-            token_budget=config.token_budget,
-            num_anchors=config.num_anchors,
-            block_size=spec.block_size,
-            gamma=drafter.gamma,
-            anchor_rate=drafter.anchor_rate,
-            num_anchors_per_sample=drafter.num_anchors_per_sample,
-            seed=config.seed,
-            head_index=None if head_ids is None else _invert(head_ids, facts.vocab_size),
-        ),
+        job_shape=job_shape,
+        teacher=teacher,
         head_ids=head_ids,
         head_coverage=coverage,
         slots=slots,
         min_ready=min_ready,
         window=window,
     )
+
+
+def _check_numbers(config: Config) -> None:
+    """Refuse kernels and dtypes that do not go together."""
+    device = torch.device(config.devices.device)
+    target = resolve_dtype(config.target.dtype, device)
+    compute = resolve_dtype(config.drafter.compute_dtype, device)
+    choose_implementation(config.devices.implementation, device, compute)
+    # The KL needs the very same head on both sides; in float32 the drafter's copy of a 16-bit head is exact.
+    if config.loss.with_kl and compute not in (target, torch.float32):
+        raise ValueError(
+            f"loss.kl_weight > 0 needs the target's dtype, or float32, in the drafter; found {target} and {compute}. "
+            "Set drafter.compute_dtype or target.dtype"
+        )
 
 
 def _prepare(config: Config, files: tuple[str, ...], tokenizer: Any) -> TokenRows:
@@ -280,14 +329,28 @@ def _spec(
     )
 
 
-def _ring_sizes(config: Config, feature_size: int) -> tuple[int, int, int]:
+def _teacher_spec(config: Config, num_positions: int, hidden_size: int) -> TeacherSpec | None:
+    loss = config.loss
+    if not loss.with_teacher:
+        return None
+    return TeacherSpec(
+        num_positions=num_positions,
+        hidden_size=hidden_size,
+        dtype=resolve_dtype(config.target.dtype, torch.device(config.devices.device)),
+        with_kl=loss.with_kl,
+        with_labels=loss.labels == "target",
+    )
+
+
+def _ring_sizes(config: Config, feature_size: int, teacher: TeacherSpec | None) -> tuple[int, int, int]:
     """(slots, min_ready, reorder window); slots default to min(20, what half the free memory holds)."""
     schedule, targets = config.schedule, config.devices.num_targets
     min_ready = schedule.min_ready or 10
     slots = schedule.slots
     if slots is None:
         item = 2 if config.devices.device == "cuda" else 4
-        fits = _free_bytes(config.devices.device) // 2 // (config.token_budget * feature_size * item)
+        slot_bytes = config.token_budget * feature_size * item + (0 if teacher is None else teacher.nbytes)
+        fits = _free_bytes(config.devices.device) // 2 // slot_bytes
         slots = default_slots(min_ready, targets, fits)
     window = schedule.reorder_window or max(1, slots - 2)
     check_ring(slots, min_ready, targets, window)

@@ -22,6 +22,7 @@ IDENTITY_KEYS = frozenset(
         *(f"drafter.{key}" for key in ("layer_types", "sliding_window", "causal", "draft_vocab_size")),
         *(f"drafter.{key}" for key in ("anchor_rate", "num_anchors_per_sample", "num_anchors", "loss_decay_gamma")),
         "drafter.compute_dtype",
+        *(f"loss.{key}" for key in ("weighting", "d_pace_alpha", "labels", "kl_weight")),
     }
 )
 # They decide how fast, where, for how long and how closely watched the run is.
@@ -36,6 +37,14 @@ _NOTES = {
     "schedule.min_ready": "epochs that are scheduled already keep their draw order",
     "epochs": "the learning rate follows the new number of jobs from here on",
     "drafter.init": "no effect: the weights come from the checkpoint",
+}
+# Keys that the first checkpoints lack, and what those runs did.
+_ADDED = {
+    "loss.weighting": "decay",
+    "loss.d_pace_alpha": 0.5,
+    "loss.labels": "data",
+    "loss.kl_weight": 0.0,
+    "devices.kernels": "auto",
 }
 _ABSENT = "(absent)"
 
@@ -78,6 +87,7 @@ def compare_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
     """
     # Through JSON, as the checkpoint's went: tuples become lists, at any depth.
     before, after = (_flatten(json.loads(json.dumps(settings))) for settings in (old, new))
+    before = {key: value for key, value in _ADDED.items() if key in after} | before
     changed: dict[str, list[str]] = {"identity": [], "free": []}
     for key in sorted(before.keys() | after.keys()):
         kind, was, now = setting_class(key), before.get(key, _ABSENT), after.get(key, _ABSENT)

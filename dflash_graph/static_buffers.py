@@ -32,6 +32,7 @@ __all__ = [
     "Ring",
     "SlotState",
     "StreamEvent",
+    "TeacherSpec",
     "check_ring",
     "default_slots",
     "describe_specs",
@@ -78,6 +79,57 @@ class BufferSpec:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSpec:
+    """Sizes of what the target says about its own next token, where a loss needs it.
+
+    Attributes:
+        num_positions: U, most positions of a job. hidden_size: D. dtype: of the target's hidden rows.
+        with_kl: the mean head row and the entropy of its distribution are needed.
+        with_labels: its most likely token is needed.
+    """
+
+    num_positions: int
+    hidden_size: int
+    dtype: torch.dtype
+    with_kl: bool
+    with_labels: bool
+
+    @property
+    def statistics(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each statistic that travels from a target through a slot to the step, by name."""
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if self.with_kl:
+            # float32 whatever the compute dtype: the KL is a small difference of large terms.
+            found["teacher_mean"] = ((self.num_positions, self.hidden_size), torch.float32)
+            found["teacher_entropy"] = ((self.num_positions,), torch.float32)
+        if self.with_labels:
+            found["teacher_argmax"] = ((self.num_positions,), torch.int64)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the statistics in one slot."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.statistics.values())
+
+    def target_specs(self, i: int, device: torch.device) -> list[BufferSpec]:
+        """Specs of what target `i` fills: `target.<i>.teacher_*`, the rows its head reads and what comes of them."""
+        u = self.num_positions
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "teacher_positions": ((u,), torch.int64),
+            "num_teacher_positions": ((), torch.int64),
+            "teacher_hidden": ((u, self.hidden_size), self.dtype),
+            # The operator writes these two in any case.
+            "teacher_entropy": ((u,), torch.float32),
+            "teacher_argmax": ((u,), torch.int64),
+            **self.statistics,
+        }
+        return [
+            BufferSpec(f"target.{i}.{name}", shape, dtype, device, f"target {i}", (f"target {i}",))
+            for name, (shape, dtype) in shapes.items()
+        ]
 
 
 def _signature(tensor: Tensor) -> tuple[object, ...]:
@@ -217,11 +269,13 @@ def slot_specs(
     block_size: int,
     feature_dtype: torch.dtype,
     device: torch.device | str,
+    teacher: TeacherSpec | None = None,
 ) -> list[BufferSpec]:
     """Specs of the ring's S slots and of one output buffer per target, on `device`.
 
     Names: `slot.features` (S, T, N*D), `slot.<name>` for each of `SLOT_METADATA` with S in front of the job's shape,
-    and `target.<i>.output` (T, N*D), both in `feature_dtype` so that the copy into the slot converts nothing.
+    and `target.<i>.output` (T, N*D), both in `feature_dtype` so that the copy into the slot converts nothing. With a
+    teacher also `slot.teacher_rows`, and its statistics in the slots and per target.
 
     Args:
         feature_size: N*D.
@@ -237,7 +291,7 @@ def slot_specs(
         BufferSpec(f"target.{i}.output", features, feature_dtype, device, f"target {i}", (f"target {i}",))
         for i in range(num_targets)
     ]
-    return [
+    slots = [
         slot("features", features, feature_dtype),
         slot("token_ids", per_token, torch.int64),
         slot("positions", per_token, torch.int64),
@@ -248,8 +302,12 @@ def slot_specs(
         slot("trained_rows", per_row, torch.int64),
         slot("labels", per_row, torch.int64, -100),
         slot("weights", per_row, torch.float32),
-        *outputs,
     ]
+    if teacher is not None:
+        slots.append(slot("teacher_rows", per_row, torch.int64))
+        slots += [slot(name, shape, dtype) for name, (shape, dtype) in teacher.statistics.items()]
+        outputs += [spec for i in range(num_targets) for spec in teacher.target_specs(i, device)]
+    return [*slots, *outputs]
 
 
 def write_metadata(table: BufferTable, slot: int, job: PaddedJob) -> None:
@@ -258,9 +316,12 @@ def write_metadata(table: BufferTable, slot: int, job: PaddedJob) -> None:
     Raises:
         ValueError: a tensor's shape or dtype is not the slot's (a copy would broadcast or cast without a word).
     """
-    for name in SLOT_METADATA:
-        source: Tensor = getattr(job, name)
+    names = (*SLOT_METADATA, "teacher_rows") if "slot.teacher_rows" in table else SLOT_METADATA
+    for name in names:
+        source: Tensor | None = getattr(job, name)
         view = table[f"slot.{name}"][slot]
+        if source is None:
+            raise ValueError(f"the job must be padded with {name!r}, as the buffers were planned; set its with_teacher")
         if source.shape != view.shape or source.dtype != view.dtype:
             raise ValueError(
                 f"job tensor {name!r} must be {view.dtype} {tuple(view.shape)} as its slot; found {source.dtype} "

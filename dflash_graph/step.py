@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_graph.config import OptimConfig
+from dflash_graph.config import LossConfig, OptimConfig
 from dflash_graph.dispatch import PaddedJob
 from dflash_graph.drafter import BlockInputs, Drafter, DrafterSpec, FlatParameters
 from dflash_graph.kernels import block_attention as attention_op
 from dflash_graph.kernels import fused_lm_head_loss as loss_op
-from dflash_graph.static_buffers import BufferSpec, BufferTable
+from dflash_graph.kernels.backend import Implementation
+from dflash_graph.static_buffers import BufferSpec, BufferTable, TeacherSpec
 
 TOP_K = 5
 
@@ -42,7 +43,14 @@ def learning_rate(optim: OptimConfig, jobs_trained: int, total_jobs: int) -> flo
 
 
 def workspace_specs(
-    *, token_budget: int, feature_size: int, num_anchors: int, block_size: int, device: torch.device, dtype: torch.dtype
+    *,
+    token_budget: int,
+    feature_size: int,
+    num_anchors: int,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    teacher: TeacherSpec | None = None,
 ) -> list[BufferSpec]:
     """The step's workspace: a sanitised copy of one slot. T positions, N*D features, A anchors, K block positions."""
     rows = num_anchors * (block_size - 1)
@@ -59,6 +67,9 @@ def workspace_specs(
         "num_trained_rows": ((), torch.int64),
         "correct": ((num_anchors * block_size,), torch.float32),
     }
+    if teacher is not None:
+        shapes |= {"num_teacher_positions": ((), torch.int64), "teacher_rows": ((rows,), torch.int64)}
+        shapes |= teacher.statistics
     return [
         BufferSpec(f"workspace.{name}", shape, kind, device, writer="load", readers=("micro_step",))
         for name, (shape, kind) in shapes.items()
@@ -75,6 +86,7 @@ class Counts:
         blocks, leading: blocks whose rows 1..k are all supervised, and those of them whose rows 1..k are all correct.
         skipped_steps, skipped_in_a_row: updates not made (non-finite gradient or no trained row), and their longest
             streak.
+        nll_sum, kl_sum: the two parts of loss_sum before they are mixed; None where no KL was trained.
     """
 
     loss_sum: float
@@ -87,6 +99,8 @@ class Counts:
     grad_norm: float
     skipped_steps: int
     skipped_in_a_row: int
+    nll_sum: float | None = None
+    kl_sum: float | None = None
 
     @property
     def accept_length(self) -> float:
@@ -102,6 +116,8 @@ class DrafterStep:
         sizes: anchor counts of `micro_step_sizes`.
         table: buffer table that holds `workspace_specs` and the ring's slots.
         embed_weight: (vocab, D) frozen, compute dtype. head_weight: (V, D) frozen, compute dtype (reduced or full).
+        loss: what is trained; the table holds the teacher's buffers if it needs them. None is the default loss.
+        kernels: implementation of the operators; None lets them choose.
     """
 
     def __init__(
@@ -114,11 +130,15 @@ class DrafterStep:
         table: BufferTable,
         embed_weight: Tensor,
         head_weight: Tensor,
+        loss: LossConfig | None = None,
+        kernels: Implementation | None = None,
     ) -> None:
         self.spec, self.parameters, self.optim, self.sizes, self.table = spec, parameters, optim, tuple(sizes), table
-        self.head_weight = head_weight
+        self.head_weight, self.loss = head_weight, loss or LossConfig()
         k1, device = spec.block_size - 1, embed_weight.device
-        ws = {name: table[f"workspace.{name}"] for name in _WORKSPACE}
+        self._teacher = _teacher_names(self.loss)
+        counts = ("num_teacher_positions",) if self._teacher else ()
+        ws = {name: table[f"workspace.{name}"] for name in (*_WORKSPACE, *self._teacher, *counts)}
         self._ws = ws
         self._attention = attention_op.make_workspace(
             num_anchors=sizes[-1],
@@ -130,32 +150,46 @@ class DrafterStep:
             dtype=embed_weight.dtype,
             device=device,
             max_context=spec.max_trained_length,
+            implementation=kernels,
         )
+        d_pace = self.loss.weighting == "d_pace"
         self._loss = loss_op.make_workspace(
-            num_rows=sizes[-1] * k1, vocab_size=head_weight.shape[0], hidden_size=spec.hidden_size,
-            dtype=embed_weight.dtype, device=device,
-        )  # fmt: skip
+            num_rows=sizes[-1] * k1,
+            hidden_size=spec.hidden_size,
+            vocab_size=head_weight.shape[0],
+            dtype=embed_weight.dtype,
+            device=device,
+            implementation=kernels,
+            num_blocks=sizes[-1] if d_pace else None,
+            block_size=spec.block_size if d_pace else None,
+        )
         self.drafter = Drafter(
             spec,
             parameters,
             embed_weight=embed_weight,
             rope_length=spec.max_trained_length + spec.block_size,
             attention=self._attention,
+            kernels=kernels,
         )
         self.inputs = {a: self._inputs(a) for a in self.sizes}
         self._anchor_index = torch.arange(sizes[-1], device=device)
         self._row_index = torch.arange(sizes[-1] * k1, device=device)
+        if "teacher_rows" in ws:
+            num_positions = next(ws[name].shape[0] for name in self._teacher if name != "teacher_rows")
+            self._teacher_index = torch.arange(num_positions, device=device)
         self._zero_float = torch.zeros((), device=device)
         self._zero_int = torch.zeros((), device=device, dtype=torch.int64)
         self._zero_feature = torch.zeros((), device=device, dtype=embed_weight.dtype)
         self._ignored = torch.full((), loss_op.IGNORE_INDEX, device=device)
         # Accumulators of the step, and counters since the last read.
         self.weight_sum = torch.zeros((), device=device)
-        self._sums = torch.zeros(2, device=device, dtype=torch.float64)  # loss, weight
+        self._sums = torch.zeros(4, device=device, dtype=torch.float64)  # loss, weight, nll, KL
+        self._with_kl = False  # the last two were counted
         self._per_k = torch.zeros(3, k1, device=device, dtype=torch.float64)  # correct, leading, top k
         self._rows = np.zeros(k1, dtype=np.int64)  # on the host: padding knows rows and blocks
         self._blocks = np.zeros(k1, dtype=np.int64)
         self._loaded: PaddedJob | None = None
+        self._taught = False  # what is loaded came with its teacher
         self._grad_norm = torch.zeros((), device=device)
         self._skipped = torch.zeros(3, device=device)  # in all, in a row now, longest streak
         self._make_optimizer(device)
@@ -207,13 +241,14 @@ class DrafterStep:
 
     def load_slot(self, slot: int, job: PaddedJob) -> int:
         """Copy slot `slot` of the ring into the workspace; return the micro-step size its live anchors need."""
-        return self.load({name: self.table[f"slot.{name}"][slot] for name in _SLOT}, job)
+        return self.load({name: self.table[f"slot.{name}"][slot] for name in (*_SLOT, *self._teacher)}, job)
 
     @torch.no_grad()
     def load(self, source: dict[str, Tensor], job: PaddedJob) -> int:
         """Sanitised copy of a job's features and metadata into the workspace: what is not live is *selected* to zero.
 
-        A multiplication by zero would not do: 0 * NaN spreads through the weight gradients.
+        A multiplication by zero would not do: 0 * NaN spreads through the weight gradients. A source without a teacher
+        (validation) keeps the data's labels and is for micro-steps that do not train.
         """
         ws = self._ws
         self._loaded = job
@@ -229,13 +264,34 @@ class DrafterStep:
         torch.where(trained, source["trained_rows"], self._zero_int, out=ws["trained_rows"])
         torch.where(trained, source["labels"], self._ignored, out=ws["labels"])
         torch.where(trained, source["weights"], self._zero_float, out=ws["weights"])
+        self._taught = bool(self._teacher) and "teacher_rows" in source
+        if self._taught:
+            self._load_teacher(source, job, trained)
         return self.size_for(job.num_anchors)
+
+    def _load_teacher(self, source: dict[str, Tensor], job: PaddedJob, trained: Tensor) -> None:
+        """What the target says: sanitised like the rest, and its labels in place of the data's if they are trained."""
+        ws = self._ws
+        ws["num_teacher_positions"].fill_(job.num_covered)
+        live = self._teacher_index < ws["num_teacher_positions"]  # (U,)
+        torch.where(trained, source["teacher_rows"], self._zero_int, out=ws["teacher_rows"])
+        if self.loss.with_kl:
+            torch.where(live[:, None], source["teacher_mean"], self._zero_float, out=ws["teacher_mean"])
+            torch.where(live, source["teacher_entropy"], self._zero_float, out=ws["teacher_entropy"])
+        if self.loss.labels == "target":
+            torch.where(live, source["teacher_argmax"], self._zero_int, out=ws["teacher_argmax"])
+            torch.index_select(ws["teacher_argmax"], 0, ws["teacher_rows"], out=ws["labels"])
+            torch.where(ws["weights"] > 0, ws["labels"], self._ignored, out=ws["labels"])
 
     # ---- micro-step -------------------------------------------------------------------------------------------------
 
     def micro_step(self, size: int, *, train: bool = True) -> None:
-        """Forward and loss over the workspace and, if `train`, backward into the flat gradients (added to them)."""
+        """Forward and loss over the workspace and, if `train`, backward into the flat gradients (added to them).
+
+        Without `train` the loss is the plain weighted cross-entropy, whatever is trained, so that validations compare.
+        """
         rows = size * (self.spec.block_size - 1)
+        assert not train or self._taught == bool(self._teacher), "a training job must be loaded with its teacher"
         with torch.set_grad_enabled(train):
             loss = loss_op.fused_lm_head_loss(
                 self.drafter(self.inputs[size]),
@@ -245,6 +301,8 @@ class DrafterStep:
                 num_rows=self._ws["num_trained_rows"],
                 with_rank=True,
                 workspace=self._loss,
+                d_pace=self._d_pace(rows) if train else None,
+                teacher=self._kl_teacher(rows) if train else None,
             )
             if train:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -253,10 +311,31 @@ class DrafterStep:
                 self.weight_sum.add_(self._loss.weight_sum)
             self._sums[0].add_(loss.detach())
             self._sums[1].add_(self._loss.weight_sum)
+            if train and self.loss.with_kl:
+                weights = self._loss.row_weights[:rows]
+                self._sums[2].add_((weights * self._loss.nll[:rows]).sum())
+                self._sums[3].add_((weights * self._loss.kl[:rows]).sum())
+                self._with_kl = True
             self._count(size, rows)
         if self._loaded is not None:
             self._rows += self._loaded.rows_per_k
             self._blocks += self._loaded.blocks_per_k
+
+    def _d_pace(self, rows: int) -> loss_op.DPace | None:
+        if self.loss.weighting != "d_pace":
+            return None
+        return loss_op.DPace(alpha=self.loss.d_pace_alpha, trained_rows=self._ws["trained_rows"][:rows])
+
+    def _kl_teacher(self, rows: int) -> loss_op.Teacher | None:
+        if not self.loss.with_kl:
+            return None
+        ws = self._ws
+        return loss_op.Teacher(
+            weight=self.loss.kl_weight,
+            mean=ws["teacher_mean"],
+            entropy=ws["teacher_entropy"],
+            rows=ws["teacher_rows"][:rows],
+        )
 
     def _count(self, size: int, rows: int) -> None:
         k = self.spec.block_size
@@ -315,8 +394,11 @@ class DrafterStep:
             grad_norm=float(self._grad_norm),
             skipped_steps=int(skipped[0]),
             skipped_in_a_row=int(skipped[2]),
+            nll_sum=sums[2] if self._with_kl else None,
+            kl_sum=sums[3] if self._with_kl else None,
         )
         self._sums.zero_()
+        self._with_kl = False
         self._per_k.zero_()
         self._rows[:] = self._blocks[:] = 0
         self._skipped[0].zero_()
@@ -352,6 +434,14 @@ class DrafterStep:
         )
         named |= {"lr": self.lr, "weight_sum": self.weight_sum, "found_inf": self._found_inf, "head": self.head_weight}
         return {name: tensor.data_ptr() for name, tensor in named.items()}
+
+
+def _teacher_names(loss: LossConfig) -> tuple[str, ...]:
+    """Slot tensors of the teacher that this loss reads."""
+    if not loss.with_teacher:
+        return ()
+    kl = ("teacher_mean", "teacher_entropy") if loss.with_kl else ()
+    return ("teacher_rows", *kl, *(("teacher_argmax",) if loss.labels == "target" else ()))
 
 
 _SLOT = (

@@ -1,8 +1,10 @@
 """The frozen target: what its config says, and the hidden states at its taps.
 
 Owns loading (Hugging Face checkpoints and GGUF files), the truncation after the deepest tap, and the forward hooks
-that copy each tap straight into a static output buffer. It never builds an attention mask, never runs lm_head, and
-never trains: rows are right-padded, and under causal attention padding on the right cannot reach a real token.
+that copy each tap straight into a static output buffer. Where a loss needs the target's own distribution, no layer is
+dropped and the rows that its head will read are gathered, too. It never builds an attention mask, never runs lm_head on
+a job, and never trains: rows are right-padded, and under causal attention padding on the right cannot reach a real
+token.
 Called by the target workers (`Target`), by the set-up of a run (`read_facts`, the tap rules) and by evaluation
 (`load_full_model`). Tap id k is the output of decoder layer k (0-based), for the last layer before the final norm.
 """
@@ -200,9 +202,15 @@ def check_target_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ..
 
 
 def _load(config: TargetConfig, device: torch.device, dtype: torch.dtype, attention: str) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(
-        config.path, dtype=dtype, attn_implementation=attention, **_source(config)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        config.path, dtype=dtype, attn_implementation=attention, output_loading_info=True, **_source(config)
     )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"target.path {config.path!r} must hold every weight of its model; it lacks {', '.join(missing)}, which "
+            "transformers fills with random numbers. Use the checkpoint of the whole causal LM: the drafter needs its "
+            "lm_head whatever the loss is, loss.kl_weight and loss.labels=target its distribution, too"
+        )
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -219,6 +227,8 @@ class Target:
         output: (T, N*D) static buffer on `device`; tap i fills columns i*D .. (i+1)*D. Its dtype may differ from the
             target's.
         keep_layers: so many decoder layers' weights are kept on the CPU for the drafter's start.
+        teacher_hidden: (U, D) static buffer on `device` of the target's dtype: if given, no layer is dropped, and
+            `forward` fills it with what lm_head would read at the positions it is told.
 
     Attributes:
         embed_weight, head_weight: (V, D) frozen; the same tensor when the target ties them.
@@ -227,8 +237,8 @@ class Target:
             target's last ones where fewer follow.
 
     Raises:
-        ValueError: the target is refused by `read_facts`, its modules are not where they are expected, or `output` has
-            the wrong shape.
+        ValueError: the target is refused by `read_facts`, its weights or modules are not where they are expected, a
+            buffer has the wrong shape, or, with `teacher_hidden`, its logits are not lm_head(final norm(last layer)).
     """
 
     def __init__(
@@ -240,22 +250,32 @@ class Target:
         device: torch.device,
         dtype: torch.dtype,
         keep_layers: int = 0,
+        teacher_hidden: Tensor | None = None,
     ) -> None:
         self.facts = read_facts(config)
         self.target_layer_ids = check_target_layer_ids(target_layer_ids, self.facts.num_hidden_layers)
         width = len(self.target_layer_ids) * self.facts.hidden_size
         if output.dim() != 2 or output.shape[1] != width:
             raise ValueError(f"output must have shape (T, {width}) for taps {target_layer_ids}; found {output.shape}")
-        self.output = output
+        if teacher_hidden is not None and (
+            teacher_hidden.dim() != 2 or teacher_hidden.shape[1] != self.facts.hidden_size
+        ):
+            raise ValueError(
+                f"teacher_hidden must have shape (U, {self.facts.hidden_size}); found {tuple(teacher_hidden.shape)}"
+            )
+        self.output, self.teacher_hidden = output, teacher_hidden
         AttentionInterface.register(_ATTENTION, causal_attention)
         model = _load(config, device, dtype, _ATTENTION)
         self.embed_weight: Tensor = model.get_input_embeddings().weight.detach()
         self.head_weight: Tensor = self._head_weight(model)
         self.decoder: Any = model.get_decoder()
         self.kept_layers = self._keep(keep_layers)
-        self._truncate()
         self._positions = torch.arange(output.shape[0], device=device)
         self._num_positions = 0  # positions of the forward that runs; read by the hooks
+        probe = None if teacher_hidden is None else self._probe(model)
+        self.final_norm = self._truncate()
+        if probe is not None:
+            self._check_head(*probe)
         for i, tap in enumerate(self.target_layer_ids):
             self.decoder.layers[tap].register_forward_hook(self._copy_hook(i))
 
@@ -280,18 +300,50 @@ class Target:
             for layer in layers[first : first + count]
         ]
 
-    def _truncate(self) -> None:
-        """Drop the layers after the deepest tap and the final norm; lm_head went with the causal LM around it."""
+    def _truncate(self) -> Any:
+        """Drop the layers after the deepest tap and the final norm, which is returned (None if it was not found).
+
+        lm_head went with the causal LM around the decoder. With a teacher all layers stay; the norm is taken out all
+        the same, so that it runs on the gathered rows only and taps stay before it.
+        """
         layers = getattr(self.decoder, "layers", None)
         if not isinstance(layers, nn.ModuleList) or len(layers) != self.facts.num_hidden_layers:
             raise ValueError(
                 f"{type(self.decoder).__name__} must hold its {self.facts.num_hidden_layers} decoder layers in a "
                 "ModuleList named 'layers'. Choose another target"
             )
-        self.decoder.layers = layers[: self.target_layer_ids[-1] + 1]
+        if self.teacher_hidden is None:
+            self.decoder.layers = layers[: self.target_layer_ids[-1] + 1]
+        final_norm = None
         for name in _FINAL_NORMS:
-            if isinstance(getattr(self.decoder, name, None), nn.Module):
+            if isinstance(norm := getattr(self.decoder, name, None), nn.Module):
+                final_norm = norm
                 setattr(self.decoder, name, nn.Identity())
+        return final_norm
+
+    @torch.no_grad()
+    def _probe(self, model: Any) -> tuple[Tensor, Tensor]:
+        """A short random row (1, n) and the logits (n, V) that the whole causal LM has for it."""
+        length = min(16, self.output.shape[0])
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.facts.vocab_size, (1, length), generator=generator).to(self.embed_weight.device)
+        return ids, model(input_ids=ids, use_cache=False).logits[0]
+
+    @torch.no_grad()
+    def _check_head(self, ids: Tensor, logits: Tensor) -> None:
+        """Compare the head on gathered rows, as the teacher runs it, with the causal LM's own logits."""
+        found = torch.zeros_like(logits)
+        if self.final_norm is not None:
+            found = F.linear(self.final_norm(self._run(ids)[0]), self.head_weight)
+        error = float(((found.float() - logits.float()).norm(dim=-1) / logits.float().norm(dim=-1)).max())
+        limit = 1e-4 if self.embed_weight.dtype == torch.float32 else 5e-2
+        if not error <= limit:
+            raise ValueError(
+                "loss.kl_weight and loss.labels=target need a target whose logits are lm_head(final norm(last layer)); "
+                f"those of {type(self.decoder).__name__} differ by {error:.2e} (relative; at most {limit:g} is "
+                "allowed): it scales or caps them, or its final norm has another place. Set loss.kl_weight=0 and "
+                "loss.labels=data, or choose another target"
+            )
 
     def _copy_hook(self, i: int) -> Any:
         d = self.facts.hidden_size
@@ -304,7 +356,9 @@ class Target:
         return copy_tap
 
     @torch.no_grad()
-    def forward(self, token_ids: Tensor, num_rows: int, row_length: int) -> None:
+    def forward(
+        self, token_ids: Tensor, num_rows: int, row_length: int, teacher_positions: Tensor | None = None
+    ) -> None:
         """Run one job: row r lies at positions r*L .. r*L + L - 1; the taps land in `output` at the same positions.
 
         The whole bucket shape (T // L, L) is run whatever `num_rows` is, so that shapes are fixed; the tail beyond
@@ -313,6 +367,8 @@ class Target:
 
         Args:
             token_ids: (T,) int64 on the target's device; padding holds any valid id.
+            teacher_positions: (U,) int64 flat positions on live rows, there too; their final-norm hidden rows land in
+                `teacher_hidden`.
 
         Raises:
             ValueError: T differs from the output buffer's, or the rows do not fit it.
@@ -325,11 +381,19 @@ class Target:
             )
         rows = num_rows if token_ids.device.type == "cpu" else capacity
         self._num_positions = rows * row_length
-        self._run(token_ids[: self._num_positions].view(rows, row_length))
+        hidden = self._run(token_ids[: self._num_positions].view(rows, row_length))
+        if teacher_positions is not None:
+            assert self.final_norm is not None
+            assert self.teacher_hidden is not None
+            torch.index_select(hidden.reshape(-1, hidden.shape[-1]), 0, teacher_positions, out=self.teacher_hidden)
+            self.teacher_hidden.copy_(self.final_norm(self.teacher_hidden))
 
-    def _run(self, token_ids: Tensor) -> None:  # (rows, L)
+    def _run(self, token_ids: Tensor) -> Tensor:  # (rows, L) -> (rows, L, D)
+        """Output of the last layer that was kept."""
         positions = self._positions[: token_ids.shape[1]].expand(token_ids.shape)
-        self.decoder(input_ids=token_ids, attention_mask=None, position_ids=positions, use_cache=False)
+        result = self.decoder(input_ids=token_ids, attention_mask=None, position_ids=positions, use_cache=False)
+        hidden: Tensor = result.last_hidden_state
+        return hidden
 
     @torch.no_grad()
     def check_attention(self, *, seed: int = 0, tolerance: float | None = None) -> None:

@@ -129,6 +129,8 @@ class Trainer:
             table=self.table,
             embed_weight=target.embed_weight.to(plan.device, plan.compute_dtype),
             head_weight=head.to(plan.device, plan.compute_dtype),
+            loss=config.loss,
+            kernels=config.devices.implementation,
         )
         if self._checkpoint is None:
             parameters.load(
@@ -142,7 +144,7 @@ class Trainer:
             self.writer.reserve(*self._checkpoint_tensors())
         if plan.validation_rows is not None and (epoch := plan.validation_epoch) is not None:
             self._validation_jobs = [
-                pad_job(plan.validation_rows, epoch, job, plan.job_shape) for job in range(epoch.num_jobs)
+                pad_job(plan.validation_rows, epoch, job, plan.validation_shape) for job in range(epoch.num_jobs)
             ]
         self._addresses = self.step.addresses()
 

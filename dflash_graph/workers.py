@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dflash_graph.control import RunControl, Stopped
 from dflash_graph.dispatch import PaddedJob
+from dflash_graph.kernels import teacher_statistics as teacher_op
 from dflash_graph.plan import RunPlan
 from dflash_graph.schedule import EpochSchedule
 from dflash_graph.static_buffers import SLOT_METADATA, BufferTable, JobSource, Ring, write_metadata
@@ -139,6 +140,54 @@ class Schedules:
                     yield schedule, job
 
 
+# Buffers of one target that its head reads and writes, whatever the loss takes of them.
+_TEACHER = ("teacher_positions", "num_teacher_positions", "teacher_hidden", "teacher_entropy", "teacher_argmax")
+
+
+class TeacherHead:
+    """What one target says about the next token: its head over the rows that its forward pass gathered.
+
+    Args:
+        index: of the target; its buffers are `target.<index>.teacher_*`.
+        head_weight: (V, D) the target's head; plan.head_ids, if any, picks the rows of a reduced one, over which the
+            target's softmax is then taken anew.
+    """
+
+    def __init__(self, index: int, plan: RunPlan, table: BufferTable, head_weight: Tensor) -> None:
+        assert plan.teacher is not None
+        self._buffers = {name: table[f"target.{index}.{name}"] for name in _TEACHER}
+        self.statistics = {name: table[f"target.{index}.{name}"] for name in plan.teacher.statistics}
+        if plan.head_ids is not None:
+            head_weight = head_weight.index_select(0, torch.from_numpy(plan.head_ids).to(head_weight.device))
+        self._head_weight = head_weight
+        self._workspace = teacher_op.make_workspace(
+            num_rows=plan.teacher.num_positions,
+            hidden_size=plan.teacher.hidden_size,
+            vocab_size=head_weight.shape[0],
+            dtype=plan.teacher.dtype,
+            device=plan.device,
+            implementation=plan.config.devices.implementation,
+        )
+
+    def positions_of(self, job: PaddedJob) -> Tensor:  # (U,) int64
+        """Copy a job's teacher positions, and how many are live, to the target's device."""
+        assert job.teacher_positions is not None
+        self._buffers["num_teacher_positions"].fill_(job.num_covered)
+        return self._buffers["teacher_positions"].copy_(job.teacher_positions)
+
+    def compute(self) -> None:
+        """Statistics of the rows in `teacher_hidden`; zeros beyond the live ones."""
+        teacher_op.teacher_statistics(
+            self._buffers["teacher_hidden"],
+            self._head_weight,
+            self._buffers["num_teacher_positions"],
+            mean=self.statistics.get("teacher_mean"),
+            entropy=self._buffers["teacher_entropy"],
+            argmax=self._buffers["teacher_argmax"],
+            workspace=self._workspace,
+        )
+
+
 class TargetWorker:
     """One target and the thread that runs it.
 
@@ -150,13 +199,14 @@ class TargetWorker:
     def __init__(
         self, index: int, plan: RunPlan, table: BufferTable, ring: Ring, source: JobSource, control: RunControl
     ) -> None:
-        self.name = f"target-{index}"
+        self.name, self._index = f"target-{index}", index
         self._plan, self._table, self._ring, self._source, self._control = plan, table, ring, source, control
         self._output = table[f"target.{index}.output"]
         # The validation pass borrows the target between two of its jobs.
         self._turn = threading.Lock()
         self.busy_s = 0.0
         self.target: Target | None = None
+        self._teacher: TeacherHead | None = None
 
     def load(self) -> None:
         """Load the target; check its attention against transformers' own."""
@@ -169,8 +219,11 @@ class TargetWorker:
             device=plan.device,
             dtype=plan.target_dtype,
             keep_layers=plan.spec.num_hidden_layers if plan.config.drafter.init == "target" else 0,
+            teacher_hidden=None if plan.teacher is None else self._table[f"target.{self._index}.teacher_hidden"],
         )
         target.check_attention()
+        if plan.teacher is not None:
+            self._teacher = TeacherHead(self._index, plan, self._table, target.head_weight)
         self.target = target
 
     def run(self) -> None:
@@ -179,25 +232,34 @@ class TargetWorker:
             started = time.monotonic()
             self._ring.wait_drained(lease)
             with self._turn:
-                features = self._forward(lease.job)
-                self._table["slot.features"][lease.slot].copy_(features)
+                for name, tensor in self._forward(lease.job).items():
+                    self._table[f"slot.{name}"][lease.slot].copy_(tensor)
             write_metadata(self._table, lease.slot, lease.job)
             self.busy_s += time.monotonic() - started
             self._ring.filled(lease)
             self._control.beat()
 
     def extract(self, job: PaddedJob) -> dict[str, Tensor]:
-        """Features and metadata of a job outside the ring, valid until the caller leaves `turn` (validation pass)."""
+        """Features and metadata of a job outside the ring, valid until the caller leaves `turn` (validation pass).
+
+        The job is padded without a teacher: validation needs none.
+        """
         metadata = {name: getattr(job, name).to(self._output.device) for name in SLOT_METADATA}
-        return {"features": self._forward(job), **metadata}
+        return self._forward(job) | metadata
 
     @property
     def turn(self) -> threading.Lock:
         """Held by whoever runs the target and reads its output buffer."""
         return self._turn
 
-    def _forward(self, job: PaddedJob) -> Tensor:  # (T, N*D)
+    def _forward(self, job: PaddedJob) -> dict[str, Tensor]:
+        """Run the target over a job: its features (T, N*D) and, if the job asks for them, the teacher's statistics."""
         assert self.target is not None
         token_ids = job.token_ids.to(self._output.device)
-        self.target.forward(token_ids, job.num_rows, job.bucket_length)
-        return self._output
+        if job.teacher_positions is None:
+            self.target.forward(token_ids, job.num_rows, job.bucket_length)
+            return {"features": self._output}
+        assert self._teacher is not None
+        self.target.forward(token_ids, job.num_rows, job.bucket_length, self._teacher.positions_of(job))
+        self._teacher.compute()
+        return {"features": self._output, **self._teacher.statistics}

@@ -7,6 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+# Without a GPU the Triton kernels run in Triton's interpreter. Triton reads this once, when it is imported, so no test
+# module may import it earlier; ahead-of-time compilation runs in a process without it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow (minutes each)")

@@ -17,12 +17,14 @@ Rows = list[tuple[list[int], list[int], Tensor]]  # tokens, loss mask, features 
 
 @dataclass
 class Dense:
-    """loss = sum(w * nll), weight = sum(w), logits (A, K, V), trained: (a, k) -> label."""
+    """loss = sum(w * row loss), weight = sum(w), logits (A, K, V), trained: (a, k) -> label; nll, kl: sums times w."""
 
     loss: Tensor
     weight: float
     logits: Tensor
     trained: dict[tuple[int, int], int]
+    nll: float
+    kl: float
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -97,12 +99,17 @@ def dense(
     *,
     gamma: float,
     head_ids: list[int] | None = None,  # full ids of the reduced head, in head order
+    teacher: list[Tensor] | None = None,  # (n, V) of each row: the target's logits for the token after each position
+    kl_weight: float = 0.0,
+    labels: str = "data",
+    d_pace_alpha: float | None = None,
 ) -> Dense:
-    """Loss and logits of one job. Weights are rounded to float32, as jobs hold them."""
+    """Loss and logits of one job. Decayed weights are rounded to float32, as jobs hold them."""
     logits = (hidden_states(spec, w, embed, rows, anchors) @ head.T).view(len(anchors), spec.block_size, -1)
-    loss, weight, trained = torch.zeros((), dtype=torch.float64), 0.0, {}
+    loss, weight, trained, parts = torch.zeros((), dtype=torch.float64), 0.0, {}, [0.0, 0.0]
     for a, (row, anchor) in enumerate(anchors):
         tokens, loss_mask, _ = rows[row]
+        nlls, kls = {}, {}
         for k in range(1, spec.block_size):
             at = anchor + k
             if at >= len(tokens) or not loss_mask[at]:
@@ -110,11 +117,31 @@ def dense(
             if head_ids is not None and tokens[at] not in head_ids:
                 continue
             label = tokens[at] if head_ids is None else head_ids.index(tokens[at])
-            row_weight = float(np.float32(math.exp(-(k - 1) / gamma)))
-            loss = loss + row_weight * (torch.logsumexp(logits[a, k], 0) - logits[a, k, label])
-            weight += row_weight
+            if labels == "target":
+                assert teacher is not None
+                label = int(teacher[row][at - 1].argmax())
+            log_q = torch.log_softmax(logits[a, k], 0)
+            nlls[k] = -log_q[label]
+            log_p = log_q.detach() if teacher is None else torch.log_softmax(teacher[row][at - 1], 0)
+            kls[k] = (log_p.exp() * (log_p - log_q)).sum()
             trained[a, k] = label
-    return Dense(loss, weight, logits, trained)
+        for k, row_weight in row_weights(spec.block_size, nlls, gamma, d_pace_alpha).items():
+            loss = loss + row_weight * ((1 - kl_weight) * nlls[k] + kl_weight * kls[k])
+            weight += row_weight
+            parts = [part + row_weight * float(x[k].detach()) for part, x in zip(parts, (nlls, kls), strict=True)]
+    return Dense(loss, weight, logits, trained, *parts)
+
+
+def row_weights(size: int, nlls: dict[int, Tensor], gamma: float, d_pace_alpha: float | None) -> dict[int, float]:
+    """Weight of each trained row k of one block: static decay, or D-PACE from the probabilities of the labels."""
+    if d_pace_alpha is None:
+        return {k: float(np.float32(math.exp(-(k - 1) / gamma))) for k in nlls}
+    reached, product = [0.0] * size, 1.0
+    for k in range(1, size):
+        if k in nlls:
+            product *= (1 - d_pace_alpha) * math.exp(-float(nlls[k].detach())) + d_pace_alpha
+            reached[k] = product
+    return {k: sum(reached[k:]) for k in nlls}
 
 
 def dense_with_grads(spec: Any, w: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Dense, dict[str, Tensor]]:

@@ -56,12 +56,36 @@ def test_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
         ("log.every=0", "log.every must be at least 1"),
         ("checkpoint.keep=0", "checkpoint.keep"),
         ("seed=-1", "seed"),
+        ("loss.kl_weight=1.5", "loss.kl_weight must be in [0, 1]; found 1.5"),
+        ("loss.kl_weight=-0.1", "loss.kl_weight must be in [0, 1]"),
+        ("loss.kl_weight=nan", "loss.kl_weight"),
+        ("loss.d_pace_alpha=-1", "loss.d_pace_alpha must be in [0, 1]; found -1"),
+        ("loss.d_pace_alpha=0.4", "has no effect with loss.weighting=decay; set loss.weighting=d_pace"),
+        ("loss.labels=mine", "loss.labels"),
+        ("loss.weighting=linear", "loss.weighting"),
+        ("devices.kernels=cuda", "devices.kernels"),
     ],
 )
 def test_bad_setting_is_refused_with_its_name(override: str, message: str) -> None:
     with pytest.raises(ValueError, match="invalid configuration") as caught:
         load_config(None, [*LEAST, override])
     assert message in str(caught.value)
+
+
+def test_loss_options() -> None:
+    plain = load_config(None, LEAST)
+    assert not plain.loss.with_teacher
+    assert (plain.loss.weighting, plain.loss.labels, plain.loss.kl_weight) == ("decay", "data", 0.0)
+    assert plain.devices.implementation is None
+    both = load_config(None, [*LEAST, "loss.weighting=d_pace", "loss.d_pace_alpha=0", "loss.kl_weight=1"])
+    assert both.loss.with_teacher
+    assert both.loss.with_kl
+    labels = load_config(None, [*LEAST, "loss.labels=target", "devices.kernels=torch"])
+    assert labels.loss.with_teacher
+    assert not labels.loss.with_kl
+    assert labels.devices.implementation == "torch"
+    with pytest.raises(ValueError, match=r"loss_decay_gamma=3\.0 has no effect with loss\.weighting=d_pace"):
+        load_config(None, [*LEAST, "loss.weighting=d_pace", "drafter.loss_decay_gamma=3"])
 
 
 def test_missing_settings_are_all_named() -> None:

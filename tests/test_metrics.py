@@ -96,6 +96,16 @@ def test_counts_are_pooled_not_averaged() -> None:
     assert (pooled.grad_norm, pooled.skipped_in_a_row, pooled.skipped_steps) == (2.0, 0, 2)
 
 
+def test_the_two_parts_of_a_distilled_loss_are_pooled_alike() -> None:
+    plain = make_counts([1], [1], [1])
+    assert not {"nll", "kl"} & count_metrics(plain).keys()
+    assert add_counts(plain, plain).kl_sum is None
+    a = make_counts([1], [1], [1], loss_sum=2.0, weight_sum=1.0, nll_sum=3.0, kl_sum=1.0)
+    b = make_counts([9], [0], [0], loss_sum=90.0, weight_sum=9.0, nll_sum=97.0, kl_sum=69.0)
+    found = count_metrics(add_counts(a, b))
+    assert (found["loss"], found["nll"], found["kl"]) == (9.2, 10.0, 7.0)
+
+
 D, T0, T1 = "drafter", "target-0", "target-1"
 
 

@@ -104,11 +104,58 @@ def test_a_row_of_12_tokens_by_hand() -> None:
     assert (job.num_supervised, job.num_candidates, job.num_covered) == (7, 4, 6)
 
 
-def test_dtypes_are_those_of_the_slots() -> None:
+def test_teacher_positions_of_that_row_by_hand() -> None:
+    """Labels lie at 4, 5, 5, 7, 8, 10, 11: the target predicts them at the positions before, each read once."""
     rows: Any = Rows([(TOKENS, MASK)])
-    job = pad_job(rows, make_schedule(rows), 0, make_shape())
+    job = pad_job(
+        rows, make_schedule(rows, token_budget=64), 0, make_shape(token_budget=64, num_anchors=6, with_teacher=True)
+    )
+    assert job.teacher_positions is not None
+    assert job.teacher_rows is not None
+    assert job.teacher_positions.tolist() == padded_list([3, 4, 6, 7, 9, 10], 18, 0)
+    assert job.teacher_rows.tolist() == padded_list([0, 1, 1, 2, 3, 4, 5], 18, 0)
+    assert job.num_covered == 6
+    without = pad_job(rows, make_schedule(rows, token_budget=64), 0, make_shape(token_budget=64, num_anchors=6))
+    assert without.teacher_positions is without.teacher_rows is None
+
+
+def test_teacher_positions_with_a_reduced_head_by_hand() -> None:
+    """Only labels 15 (at 5, twice), 18 (at 8) and 21 (at 11) are trained."""
+    head = np.full(22, -1, np.int32)
+    head[[15, 18, 21]] = [0, 1, 2]
+    rows: Any = Rows([(TOKENS, MASK)])
+    job = pad_job(rows, make_schedule(rows), 0, make_shape(num_anchors=6, head_index=head, with_teacher=True))
+    assert job.teacher_positions is not None
+    assert job.teacher_rows is not None
+    assert job.teacher_positions.tolist() == padded_list([4, 7, 10], 18, 0)
+    assert job.teacher_rows.tolist() == padded_list([0, 0, 1, 2], 18, 0)
+    assert job.num_covered == 3
+
+
+@pytest.mark.parametrize("num_anchors, budget, most", [(6, 64, 18), (32, 96, 96), (21, 64, 63), (22, 64, 64)])
+def test_most_teacher_positions(num_anchors: int, budget: int, most: int) -> None:
+    """A * (K - 1) rows, or every position of the job if there are more rows than that."""
+    rows: Any = Rows([(TOKENS, MASK)])
+    shape = make_shape(token_budget=budget, num_anchors=num_anchors, with_teacher=True)
+    job = pad_job(rows, make_schedule(rows, token_budget=budget), 0, shape)
+    assert job.teacher_positions is not None
+    assert shape.max_teacher_positions == len(job.teacher_positions) == most
+
+
+def test_without_a_decay_every_trained_row_weighs_one() -> None:
+    rows: Any = Rows([(TOKENS, MASK)])
+    job = pad_job(rows, make_schedule(rows), 0, make_shape(num_anchors=6, gamma=None))
+    assert job.weights.tolist() == padded_list([1.0] * 7, 18, 0.0)
+    assert job.trained_rows.tolist() == padded_list(TRAINED, 18, 0)
+
+
+@pytest.mark.parametrize("with_teacher", [False, True])
+def test_dtypes_are_those_of_the_slots(with_teacher: bool) -> None:
+    rows: Any = Rows([(TOKENS, MASK)])
+    job = pad_job(rows, make_schedule(rows), 0, make_shape(with_teacher=with_teacher))
     dtypes = {name: value.dtype for name, value in vars(job).items() if isinstance(value, torch.Tensor)}
     assert dtypes == {
+        **({"teacher_positions": torch.int64, "teacher_rows": torch.int64} if with_teacher else {}),
         "token_ids": torch.int64,
         "positions": torch.int64,
         "row_ids": torch.int32,
@@ -202,7 +249,7 @@ def reference(rows: Any, schedule: EpochSchedule, index: int, job: PaddedJob, sh
     anchors = job.anchors[: job.num_anchors].tolist()
     assert anchors == sorted(set(anchors))
     assert set(anchors) <= candidates
-    trained, labels, weights, covered = [], [], [], set()
+    trained, labels, weights, covered, before = [], [], [], set(), []
     for a, anchor in enumerate(anchors):
         for k in range(1, k_size):
             at = anchor + k
@@ -214,6 +261,7 @@ def reference(rows: Any, schedule: EpochSchedule, index: int, job: PaddedJob, sh
                 labels.append(label)
                 weights.append(np.exp(-(k - 1) / shape.gamma))
                 covered.add(at)
+                before.append(at - 1)
     num_max = shape.num_anchors * (k_size - 1)
     assert job.token_ids.tolist() == token_ids
     assert job.positions.tolist() == positions
@@ -227,6 +275,13 @@ def reference(rows: Any, schedule: EpochSchedule, index: int, job: PaddedJob, sh
     assert job.weights.tolist() == pytest.approx(padded_list(weights, num_max, 0.0), rel=1e-6)
     counts = (job.num_rows, job.num_trained_rows, job.num_tokens, job.num_candidates, job.num_covered)
     assert counts == (len(samples), len(trained), len(mask), len(candidates), len(covered))
+    if shape.with_teacher:
+        assert job.teacher_positions is not None
+        assert job.teacher_rows is not None
+        positions_max = min(num_max, shape.token_budget)
+        assert job.teacher_positions.tolist() == padded_list(sorted(set(before)), positions_max, 0)
+        assert job.teacher_positions[job.teacher_rows[: len(trained)]].tolist() == before
+        assert not job.teacher_rows[len(trained) :].any()
     assert job.num_supervised == sum(m for at, m in mask.items() if positions[at] > 0)
 
 
@@ -250,6 +305,7 @@ def test_padded_jobs_equal_plain_loops(
         num_anchors=num_anchors,
         head_index=head,
         num_anchors_per_sample=per_sample,
+        with_teacher=True,
     )
     schedule = make_schedule(rows, token_budget=300, epoch=epoch)
     for index in range(schedule.num_jobs):

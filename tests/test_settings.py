@@ -80,6 +80,10 @@ def test_free_changes_are_listed_old_to_new() -> None:
         ({"drafter__block_size": 8}, "drafter.block_size: 16 -> 8"),
         ({"drafter__target_layer_ids": (1, 2)}, r"drafter.target_layer_ids: None -> \[1, 2\]"),
         ({"drafter__loss_decay_gamma": 3.0}, "drafter.loss_decay_gamma: None -> 3.0"),
+        ({"loss__kl_weight": 0.5}, "loss.kl_weight: 0.0 -> 0.5"),
+        ({"loss__labels": "target"}, "loss.labels: data -> target"),
+        ({"loss__weighting": "d_pace"}, "loss.weighting: decay -> d_pace"),
+        ({"loss__weighting": "d_pace", "loss__d_pace_alpha": 0.2}, "loss.d_pace_alpha: 0.5 -> 0.2"),
         ({"derived": {"data_fingerprint": "g", "buckets": [[64, 4]]}}, "derived.data_fingerprint: f -> g"),
         ({"derived": {"buckets": [[64, 4]]}}, r"derived.data_fingerprint: f -> \(absent\)"),
     ],
@@ -87,6 +91,16 @@ def test_free_changes_are_listed_old_to_new() -> None:
 def test_identity_changes_are_refused(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         compare_settings(make(), make(**change))
+
+
+def test_a_checkpoint_from_before_the_loss_options_has_their_defaults() -> None:
+    old = make()
+    del old["loss"]
+    del old["devices"]["kernels"]
+    assert compare_settings(old, make()) == []
+    assert compare_settings(old, make(devices__kernels="torch")) == ["devices.kernels: auto -> torch"]
+    with pytest.raises(ValueError, match=r"loss\.kl_weight: 0\.0 -> 0\.5"):
+        compare_settings(old, make(loss__kl_weight=0.5))
 
 
 def test_all_identity_changes_are_named_together() -> None:

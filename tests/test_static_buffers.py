@@ -10,6 +10,7 @@ from dflash_graph.static_buffers import (
     SLOT_METADATA,
     BufferSpec,
     BufferTable,
+    TeacherSpec,
     describe_specs,
     slot_specs,
     write_metadata,
@@ -24,7 +25,7 @@ def spec(name: str, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.
     return BufferSpec(name, shape, dtype, CPU, "target", ("drafter", "report"), **kwargs)
 
 
-def slots() -> list[BufferSpec]:
+def slots(teacher: TeacherSpec | None = None) -> list[BufferSpec]:
     return slot_specs(
         num_slots=S,
         num_targets=2,
@@ -34,6 +35,7 @@ def slots() -> list[BufferSpec]:
         block_size=K,
         feature_dtype=torch.bfloat16,
         device="cpu",
+        teacher=teacher,
     )
 
 
@@ -198,6 +200,47 @@ def test_slot_specs_have_the_shapes_of_the_design() -> None:
         "target.1.output": ((T, FEATURES), torch.bfloat16, 0),
     }
     assert {s.name: (s.shape, s.dtype, s.fill) for s in slots()} == expected
+
+
+@pytest.mark.parametrize("with_kl, with_labels", [(True, False), (False, True), (True, True)])
+def test_a_teacher_adds_its_buffers_and_no_more(with_kl: bool, with_labels: bool) -> None:
+    u, d = 7, 6
+    teacher = TeacherSpec(num_positions=u, hidden_size=d, dtype=torch.float16, with_kl=with_kl, with_labels=with_labels)
+    expected = {"slot.teacher_rows": ((S, R), torch.int64)}
+    if with_kl:
+        expected["slot.teacher_mean"] = ((S, u, d), torch.float32)
+        expected["slot.teacher_entropy"] = ((S, u), torch.float32)
+    if with_labels:
+        expected["slot.teacher_argmax"] = ((S, u), torch.int64)
+    for i in range(2):
+        expected |= {
+            f"target.{i}.teacher_positions": ((u,), torch.int64),
+            f"target.{i}.num_teacher_positions": ((), torch.int64),
+            f"target.{i}.teacher_hidden": ((u, d), torch.float16),
+            f"target.{i}.teacher_entropy": ((u,), torch.float32),
+            f"target.{i}.teacher_argmax": ((u,), torch.int64),
+        }
+        if with_kl:
+            expected[f"target.{i}.teacher_mean"] = ((u, d), torch.float32)
+    plain = {s.name for s in slots()}
+    assert {s.name: (s.shape, s.dtype) for s in slots(teacher) if s.name not in plain} == expected
+    extra = sum(s.nbytes for s in slots(teacher)) - sum(s.nbytes for s in slots())
+    per_position = (4 * d + 4) * with_kl + 8 * with_labels  # bytes that a slot holds of one position
+    per_target = u * (8 + 2 * d + 4 + 8 + 4 * d * with_kl) + 8
+    assert teacher.nbytes == u * per_position
+    assert extra == S * (8 * R + u * per_position) + 2 * per_target
+
+
+def test_a_job_padded_without_its_teacher_is_refused() -> None:
+    padded = job()
+    padded.teacher_rows = None
+    teacher = TeacherSpec(num_positions=7, hidden_size=6, dtype=torch.float32, with_kl=True, with_labels=False)
+    with pytest.raises(ValueError, match="padded with 'teacher_rows'"):
+        write_metadata(BufferTable(slots(teacher)), 0, padded)
+    padded.teacher_rows = torch.arange(R)
+    table = BufferTable(slots(teacher))
+    write_metadata(table, 1, padded)
+    assert table["slot.teacher_rows"].tolist() == [[0] * R, list(range(R)), [0] * R]
 
 
 def test_metadata_lands_in_its_slot_only() -> None:

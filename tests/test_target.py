@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,9 +85,15 @@ def save(config: Any, folder: Path) -> TargetConfig:
     return TargetConfig(path=str(folder))
 
 
-def make(config: TargetConfig, taps: tuple[int, ...], budget: int, dtype: torch.dtype = torch.float32) -> Target:
+def make(
+    config: TargetConfig,
+    taps: tuple[int, ...],
+    budget: int,
+    dtype: torch.dtype = torch.float32,
+    teacher_hidden: Tensor | None = None,
+) -> Target:
     output = torch.full((budget, len(taps) * read_facts(config).hidden_size), float("nan"))
-    return Target(config, target_layer_ids=taps, output=output, device=CPU, dtype=dtype)
+    return Target(config, target_layer_ids=taps, output=output, device=CPU, dtype=dtype, teacher_hidden=teacher_hidden)
 
 
 def reference(config: TargetConfig, ids: Tensor) -> tuple[Tensor, ...]:
@@ -169,6 +176,71 @@ def test_taps_equal_a_hand_written_layer_loop(tmp_path: Path) -> None:
         outputs.append(h)
     assert relative(target.output[:, :48], outputs[1]) <= 1e-5
     assert relative(target.output[:, 48:], outputs[2]) <= 1e-5
+
+
+# ---- the target as a teacher ----
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_teacher_rows_are_what_transformers_head_reads(architecture: Callable[[], Any], tmp_path: Path) -> None:
+    """Gathered at given positions of right-padded rows, after the final norm; taps of the last layer stay before it."""
+    config = save(architecture(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"].uniform_(0.5, 2)  # with weights of 1 a norm applied twice is the norm
+    save_file(tensors, file, metadata={"format": "pt"})
+    teacher_hidden = torch.full((9, 48), float("nan"))
+    target = make(config, (1, 4), budget=100, teacher_hidden=teacher_hidden)
+    target.check_attention()
+    rows = [torch.randint(97, (n,)) for n in (40, 17)]
+    ids = torch.randint(97, (100,))
+    ids[:40], ids[45 : 45 + 17] = rows
+    places = [(0, 0), (0, 7), (0, 38), (0, 39), (1, 0), (1, 1), (1, 16)]
+    wanted = torch.tensor([*(45 * r + p for r, p in places), 0, 0])
+    target.forward(ids, 2, 45, wanted)
+    expected = [reference(config, row) for row in rows]
+    with torch.no_grad():
+        full = load_full_model(config, CPU, torch.float32)
+        logits = [full(row[None], use_cache=False).logits[0] for row in rows]
+    for i, (r, p) in enumerate(places):
+        assert relative(teacher_hidden[i : i + 1], expected[r][5][p : p + 1]) <= 1e-5, (r, p)
+        assert relative(teacher_hidden[i : i + 1] @ target.head_weight.T, logits[r][p : p + 1]) <= 1e-5
+        # Had the norm been left in the decoder, this tap would have gone through it.
+        assert relative(target.output[45 * r + p][None, 48:], expected[r][5][p : p + 1]) > 1e-2
+    assert torch.equal(teacher_hidden[7], teacher_hidden[0])
+    assert target.teacher_hidden is teacher_hidden
+    # Features are those of a target that stops at its deepest tap, bit by bit.
+    plain = make(config, (1,), budget=100)
+    plain.forward(ids, 2, 45)
+    assert (len(plain.decoder.layers), len(target.decoder.layers)) == (2, 5)
+    assert torch.equal(plain.output[:90], target.output[:90, :48])
+
+
+def test_a_teacher_whose_logits_are_scaled_is_refused(tmp_path: Path) -> None:
+    config = save(transformers.GraniteConfig(**SIZES, logits_scaling=4.0), tmp_path)
+    make(config, (1,), budget=20)  # without a teacher its logits matter to nobody
+    with pytest.raises(ValueError, match=r"loss\.kl_weight and loss\.labels=target need .* differ by 3\.00e\+00"):
+        make(config, (1,), budget=20, teacher_hidden=torch.zeros(4, 48))
+
+
+def test_a_teacher_without_a_final_norm_in_its_place_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = save(llama(), tmp_path)
+    monkeypatch.setattr("dflash_graph.target._FINAL_NORMS", ("ln_f",))
+    with pytest.raises(ValueError, match="its final norm has another place"):
+        make(config, (1,), budget=20, teacher_hidden=torch.zeros(4, 48))
+
+
+def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
+    """transformers would go on with a random head, which drafter and teacher would both take for the target's."""
+    config = save(qwen3(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks lm_head\.weight.*Use the checkpoint of the whole causal LM"):
+        make(config, (1,), budget=20)
 
 
 class _Shapes(TorchDispatchMode):
@@ -360,6 +432,8 @@ def test_bad_calls_are_refused(tmp_path: Path) -> None:
     config = save(llama(), tmp_path)
     with pytest.raises(ValueError, match=r"shape \(T, 96\)"):
         Target(config, target_layer_ids=(0, 1), output=torch.zeros(8, 48), device=CPU, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"teacher_hidden must have shape \(U, 48\); found \(4, 40\)"):
+        make(config, (0,), budget=16, teacher_hidden=torch.zeros(4, 40))
     target = make(config, (0,), budget=16)
     for ids, rows, length in ((torch.zeros(12, dtype=torch.int64), 1, 8), (torch.zeros(16, dtype=torch.int64), 3, 8)):
         with pytest.raises(ValueError, match="token_ids must have"):

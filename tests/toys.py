@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_graph.config import OptimConfig
+from dflash_graph.config import LossConfig, OptimConfig
 from dflash_graph.dispatch import JobShape, PaddedJob, pad_job
 from dflash_graph.drafter import DrafterSpec, FlatParameters
+from dflash_graph.kernels.backend import Implementation
 from dflash_graph.schedule import Bucket, build_epoch, choose_buckets
-from dflash_graph.static_buffers import BufferTable, slot_specs, write_metadata
+from dflash_graph.static_buffers import BufferTable, TeacherSpec, slot_specs, write_metadata
 from dflash_graph.step import DrafterStep, micro_step_sizes, workspace_specs
 
 CPU = torch.device("cpu")
@@ -149,6 +150,8 @@ class Toy:
     Args:
         dtype: compute dtype; the default dtype (float64 where a test makes it so) has no compute copy.
         num_slots: S; slot 0 is used unless a test says otherwise.
+        loss: what is trained; `shape` must fit it (gamma, with_teacher).
+        kernels: implementation of the operators; None is torch on the CPU.
     """
 
     def __init__(
@@ -161,6 +164,8 @@ class Toy:
         optim: OptimConfig | None = None,
         num_slots: int = 1,
         poisoned: bool = False,
+        loss: LossConfig | None = None,
+        kernels: Implementation | None = None,
     ) -> None:
         self.spec, self.shape = spec, shape
         self.dtype = dtype or torch.get_default_dtype()
@@ -171,6 +176,14 @@ class Toy:
             "block_size": spec.block_size,
             "device": CPU,
         }
+        if loss is not None and loss.with_teacher:
+            sizes["teacher"] = TeacherSpec(
+                num_positions=shape.max_teacher_positions,
+                hidden_size=spec.hidden_size,
+                dtype=self.dtype,
+                with_kl=loss.with_kl,
+                with_labels=loss.labels == "target",
+            )
         self.table = BufferTable(
             [
                 *slot_specs(num_slots=num_slots, num_targets=1, feature_dtype=self.dtype, **sizes),
@@ -195,6 +208,8 @@ class Toy:
             table=self.table,
             embed_weight=self.embed.to(self.dtype),
             head_weight=self.head.to(self.dtype),
+            loss=loss,
+            kernels=kernels,
         )
 
     def write_slot(self, toy_job: ToyJob, slot: int = 0) -> None:

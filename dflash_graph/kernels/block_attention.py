@@ -2,74 +2,62 @@
 
 For query k of block a and head h (key head h // G), over keys j = context p with row_start <= p < anchor (and, with a
 window, anchor + k - p < window) and the block's own keys k' (k' <= k if causal):
-    S = scale q.k_j,  lse = log sum_j e^S,  P = e^(S - lse),  out = sum_j P v_j
-    delta = dout.out,  dS = P (dout.v_j - delta),  dq = scale sum_j dS k_j,  dk_j = scale sum dS q,  dv_j = sum P dout.
-The blocks' own keys are one small product per anchor. For the context, consecutive anchors of a row form a tile whose
-key range starts where its first anchor's does and stops at its last anchor, as in causal attention; only the ragged
-ends of that range are masked. No (A*K, T) mask and no scores beyond one tile exist. The softmax needs no empty-row
-case, because every query sees itself. Rotary embedding is applied before, outside.
+    S = scale q.k_j,  P = softmax(S),  out = sum_j P v_j,  delta = dout.out,  dS = P (dout.v_j - delta),
+    dq = scale sum_j dS k_j,  dk_j = scale sum dS q,  dv_j = sum P dout.
+No (A*K, T) mask and no scores beyond one tile exist. Rotary embedding is applied before, outside.
+
+In plain torch (the CPU's path, and the reference) the context and a block's own keys each have a softmax of their own,
+merged by the share w that the context has of the whole: P = w softmax(context scores), (1 - w) softmax(own scores).
+The own keys are one small product per block, the context is cut into tiles (see `block_attention_tiles.py`).
+The Triton kernels are in `block_attention_triton.py`, imported when they are first called.
 """
 
 from dataclasses import dataclass
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Measured on one CPU core, fp32, K 6, 9/3 heads of 64, rows of 100-1,500, tiles of 4 to 64 anchors: 4 is within 5 % of
-# the best at every shape, 8 within 13 %; larger tiles waste scores at their ragged edge, those beyond 4 MiB the cache.
-_TILE_ANCHORS = 4
+from dflash_graph.kernels import backend
+from dflash_graph.kernels.backend import Implementation
+from dflash_graph.kernels.block_attention_tiles import UNSEEN, Layout, Scratch, front, plan_layout
+
+# A tile costs 14 operators, forward and backward; larger tiles compute more scores in vain. Measured on one CPU core,
+# fp32, 9/3 heads of 64, rows of 1,024 (T 1,024 A 64 K 16; T 2,048 A 512 K 8; T 4,096 A 256 K 16), as operators and time
+# of a forward and backward: these 249, 669, 727 in 77, 262, 251 ms; 6 MiB and 300,000 hidden scores 111, 265, 307 in
+# 88, 293, 289 ms; 16 MiB and 2 million 69, 153, 153 in 116, 378, 404 ms. Torch's attention under a dense mask: 200 ms
+# at the first shape, 2,400 at the second. Below 50,000 nothing gets faster.
 _SCORE_BYTES = 2 * 2**20
-
-
-class Tile(NamedTuple):
-    """Anchors first..last-1 and the context positions start..stop-1 that at least one of them sees.
-
-    Positions below `clear_start` or from `clear_stop` on are visible to some of the tile's queries only.
-    """
-
-    first: int
-    last: int
-    start: int
-    stop: int
-    clear_start: int
-    clear_stop: int
+_HIDDEN_SCORES = 50_000
 
 
 @dataclass(kw_only=True, eq=False)
 class BlockAttentionWorkspace:
-    """Scratch of `block_attention`, allocated once; all layers of one thread share it, since nothing outlives a call.
+    """Scratch of `block_attention`, allocated once; shared by all layers of one thread: nothing outlives a call."""
 
-    Flat buffers; a call uses the front of each, in the shapes given (n live anchors, N = anchors of a tile * K * G,
-    C context positions of a tile). "compute" is float32, or float64 for float64 inputs.
-    """
-
-    q: Tensor  # (Hk, n, K*G, E) compute, scaled
-    out: Tensor  # (Hk, n, K*G, E) compute; output in the forward, its gradient in the backward
-    dq: Tensor  # (Hk, n, K*G, E) compute
-    k_block: Tensor  # (Hk, n, K, E) compute
-    v_block: Tensor  # (Hk, n, K, E) compute
-    block_scores: Tensor  # (Hk, n, K*G, K) compute
-    block_dscores: Tensor  # (Hk, n, K*G, K) compute
-    row_stats: Tensor  # (3, Hk * n * K*G) compute
-    scores: Tensor  # (Hk, N, C) compute
-    dscores: Tensor  # (Hk, N, C) compute
-    hidden: Tensor  # (tile anchors, K, C) bool, context positions that a query does not see
-    context: Tensor  # (4, T, Hk, E) compute: k, v, dk, dv of 16-bit inputs; empty for others
-    positions: Tensor  # (T,) int64 0, 1, ...
-    offsets: Tensor  # (K,) int64 0, 1, ...
-    anchor_index: Tensor  # (A,) int64 0, 1, ...
-    later: Tensor  # (K, K) bool, key after query
-    dtype: torch.dtype  # of the inputs
+    scratch: list[Tensor]  # "torch": the fields of Scratch; "triton": delta (A, K, H) float32
     shape: tuple[int, int, int, int, int]  # A, K, H, Hk, E
-    tile_anchors: int  # most anchors of a tile
+    num_tokens: int  # T
+    dtype: torch.dtype  # of the inputs
+    device: torch.device
+    most_cells: int  # pairs of an anchor and a position in one tile
+    most_hidden: int  # such pairs in one tile that see nothing of each other
     read_layout: bool  # the host reads the anchors and cuts tight tiles; if not, every tile spans all T positions
+    implementation: Implementation
 
     def nbytes(self) -> int:
         """Bytes of all tensors of the workspace."""
-        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+        return sum(t.nbytes for t in self.scratch)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def stats_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Of what the forward keeps per query: Triton its logsumexp, plain torch the shares of context and block."""
+        _, k, h, _, _ = self.shape
+        return (num_blocks, k, h) if self.implementation == "triton" else (2, num_blocks * k * h)
 
 
 def make_workspace(
@@ -83,9 +71,10 @@ def make_workspace(
     dtype: torch.dtype,
     device: torch.device | str,
     max_context: int | None = None,
-    tile_anchors: int = _TILE_ANCHORS,
     score_bytes: int = _SCORE_BYTES,
+    hidden_scores: int = _HIDDEN_SCORES,
     read_layout: bool | None = None,
+    implementation: Implementation | None = None,
 ) -> BlockAttentionWorkspace:
     """Allocate the workspace for calls of up to `num_anchors` blocks over up to `num_tokens` positions.
 
@@ -93,321 +82,238 @@ def make_workspace(
         num_anchors: A. block_size: K. num_tokens: T. num_heads: H. num_key_value_heads: Hk. head_dim: E.
         dtype: of queries, keys and values.
         max_context: most context positions of one anchor (longest row - 1); None is T.
-        tile_anchors: most anchors of a tile.
         score_bytes: aim for one tile's scores, bytes; at least one anchor's scores always fit.
+        hidden_scores: most scores of a tile that are computed and then hidden, because their query does not see them.
         read_layout: the host may read anchors, and cuts tiles by them; None is True on the CPU, False elsewhere.
+        implementation: None is Triton on CUDA and plain torch elsewhere. The four options before are plain torch's.
 
     Raises:
         TypeError: dtype is not float16, bfloat16, float32 or float64.
-        ValueError: a size is not positive, or H is not a multiple of Hk.
+        ValueError: a size is not positive, H is not a multiple of Hk, or the implementation cannot run there.
     """
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"dtype must be float16, bfloat16, float32 or float64; found {dtype}")
-    sizes = (num_anchors, block_size, num_tokens, num_heads, num_key_value_heads, head_dim, tile_anchors)
+    sizes = (num_anchors, block_size, num_tokens, num_heads, num_key_value_heads, head_dim)
     if min(sizes) < 1 or num_heads % num_key_value_heads:
         raise ValueError(
-            "num_anchors, block_size, num_tokens, num_heads, num_key_value_heads, head_dim and tile_anchors must be at "
-            f"least 1 and num_heads a multiple of num_key_value_heads; found {sizes}"
+            "num_anchors, block_size, num_tokens, num_heads, num_key_value_heads and head_dim must be at least 1 and "
+            f"num_heads a multiple of num_key_value_heads; found {sizes}"
         )
     device = torch.device(device)
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    implementation = backend.choose_implementation(implementation, device, dtype)
     read_layout = device.type == "cpu" if read_layout is None else read_layout
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    queries = block_size * num_heads
     longest = num_tokens if max_context is None or not read_layout else min(max_context, num_tokens)
-    anchor_scores = block_size * num_heads * max(1, longest)
-    scores = max(anchor_scores, min(score_bytes // compute.itemsize, tile_anchors * anchor_scores))
-    if not read_layout:
-        tile_anchors = scores // anchor_scores
-    block, own = num_anchors * block_size * num_heads, num_anchors * block_size * num_key_value_heads
+    most_cells = max(longest, score_bytes // (compute.itemsize * queries))
+    rows, own = num_anchors * queries, num_anchors * block_size * num_key_value_heads
 
-    def zeros(*shape: int, of: torch.dtype = compute) -> Tensor:
-        return torch.zeros(shape, dtype=of, device=device)
+    def zeros(size: int, of: torch.dtype = compute) -> Tensor:
+        return torch.zeros(size, dtype=of, device=device)
 
+    if implementation == "triton":
+        scratch = [zeros(rows).view(num_anchors, block_size, num_heads)]
+    else:
+        scratch = list(
+            Scratch(
+                q=zeros(rows * head_dim),
+                out=zeros(rows * head_dim),
+                k_block=zeros(own * head_dim),
+                v_block=zeros(own * head_dim),
+                own_scores=zeros(rows * block_size),
+                own_dscores=zeros(rows * block_size),
+                largest=zeros(2 * rows),
+                peak=zeros(2 * rows),
+                scores=zeros(most_cells * queries),
+                dscores=zeros(most_cells * queries),
+                above=zeros(num_anchors * num_tokens, torch.bool),
+                below=zeros(most_cells * block_size, torch.bool),
+                context=zeros(4 * num_tokens * num_key_value_heads * head_dim if dtype.itemsize == 2 else 0),
+                later=torch.ones(block_size, block_size, dtype=torch.bool, device=device).triu(1)[:, None],
+                positions=torch.arange(max(num_tokens, num_anchors, block_size), device=device),
+            )
+        )
     return BlockAttentionWorkspace(
-        q=zeros(block * head_dim),
-        out=zeros(block * head_dim),
-        dq=zeros(block * head_dim),
-        k_block=zeros(own * head_dim),
-        v_block=zeros(own * head_dim),
-        block_scores=zeros(block * block_size),
-        block_dscores=zeros(block * block_size),
-        row_stats=zeros(3, block),
-        scores=zeros(scores),
-        dscores=zeros(scores),
-        hidden=zeros(scores // num_heads, of=torch.bool),
-        context=zeros(4 if dtype.itemsize == 2 else 0, num_tokens, num_key_value_heads, head_dim),
-        positions=torch.arange(num_tokens, device=device),
-        offsets=torch.arange(block_size, device=device),
-        anchor_index=torch.arange(num_anchors, device=device),
-        later=torch.ones(block_size, block_size, dtype=torch.bool, device=device).triu(1),
-        dtype=dtype,
+        scratch=scratch,
         shape=(num_anchors, block_size, num_heads, num_key_value_heads, head_dim),
-        tile_anchors=tile_anchors,
+        num_tokens=num_tokens,
+        dtype=dtype,
+        device=device,
+        most_cells=most_cells,
+        most_hidden=hidden_scores // queries,
         read_layout=read_layout,
+        implementation=implementation,
     )
 
 
-def make_tiles(
-    anchors: list[int],
-    row_starts: list[int],
-    *,
-    block_size: int,
-    window: int | None,
-    most_anchors: int,
-    most_cells: int,
-) -> list[Tile]:
-    """Cut live anchors into tiles: one row each, ascending, `most_anchors`, and anchors * positions <= `most_cells`.
-
-    A tile without context positions is left out. A single anchor is a tile whatever its size.
-    """
-    tiles: list[Tile] = []
-    first = 0
-    for i in range(1, len(anchors) + 1):
-        start = _first_visible(anchors[first], row_starts[first], window)
-        if i < len(anchors):
-            fits = i - first < most_anchors and (i - first + 1) * (anchors[i] - start) <= most_cells
-            if fits and row_starts[i] == row_starts[first] and anchors[i] >= anchors[i - 1]:
-                continue
-        stop = anchors[i - 1]
-        if stop > start:
-            clear_start = start if window is None else max(start, min(stop, stop + block_size - window))
-            tiles.append(Tile(first, i, start, stop, clear_start, max(start, anchors[first])))
-        first = i
-    return tiles
-
-
-def _first_visible(anchor: int, row_start: int, window: int | None) -> int:
-    return row_start if window is None else max(row_start, min(anchor, anchor - window + 1))
-
-
-@dataclass(kw_only=True, eq=False)
-class _Call:
-    """What a call computes and where its tiles lie, with views of the workspace in the call's shapes."""
-
-    ws: BlockAttentionWorkspace
-    live: int  # n, blocks that are computed: the live prefix on the CPU, all elsewhere
-    tiles: list[Tile]
-    dead: Tensor | None  # (A,) bool, blocks to be selected to zero when all are computed
-    upper: Tensor  # (A, 1, 1) int64, first context position that is not visible
-    lower: Tensor | None  # (A, K, 1) int64, first visible context position; None when it is the tile's start
-    causal: bool
-    scale: float
-
-    def view(self, buffer: Tensor, group: int, last: int) -> Tensor:
-        """(Hk, n, K*group, last): the front of a flat buffer as rows of blocks, key heads outermost."""
-        _, k, _, hk, _ = self.ws.shape
-        return buffer[: self.live * k * hk * group * last].view(hk, self.live, k * group, last)
-
-    def load(self, buffer: Tensor, blocks: Tensor) -> Tensor:
-        """Copy (A, K, heads, last) into a flat buffer, dead blocks as zeros; returns (Hk, n, K*group, last)."""
-        _, k, _, hk, _ = self.ws.shape
-        group, last = blocks.shape[2] // hk, blocks.shape[3]
-        into = self.view(buffer, group, last)
-        rows = into.view(hk, self.live, k, group, last)
-        rows.copy_(blocks[: self.live].view(self.live, k, hk, group, last).permute(2, 0, 1, 3, 4))
-        if self.dead is not None:
-            rows.masked_fill_(self.dead[:, None, None, None], 0)
-        return into
-
-    def store(self, rows: Tensor, blocks: Tensor) -> Tensor:
-        """Copy rows (Hk, n, K*group, last) into blocks (A, K, heads, last), zeros beyond the live ones."""
-        _, k, _, hk, _ = self.ws.shape
-        group, last = blocks.shape[2] // hk, blocks.shape[3]
-        into = blocks[: self.live].view(self.live, k, hk, group, last)
-        into.copy_(rows.view(hk, self.live, k, group, last).permute(1, 2, 0, 3, 4))
-        blocks[self.live :].zero_()
-        return blocks
-
-    def block_scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """(Hk, n, K*G, K) scores of every block against its own keys, in ws.block_scores."""
-        k = self.ws.shape[1]
-        scores = self.view(self.ws.block_scores, queries.shape[2] // k, k)
-        torch.bmm(_batch(queries), _batch(keys).transpose(1, 2), out=_batch(scores))
-        if self.causal:
-            scores.view(-1, k, scores.shape[2] // k, k).masked_fill_(self.ws.later[:, None], float("-inf"))
-        return scores
-
-    def tile_scores(self, tile: Tile, queries: Tensor, k_context: Tensor) -> Tensor:
-        """(Hk, N, C) scores of a tile in ws.scores, -inf where a query does not see a position."""
-        first, last, start, stop, clear_start, clear_stop = tile
-        rows = queries[:, first:last].flatten(1, 2)
-        scores = _front(self.ws.scores, rows.shape[0], rows.shape[1], stop - start)
-        torch.bmm(rows, k_context[start:stop].permute(1, 2, 0), out=scores)
-        if clear_stop < stop:
-            self._hide(scores, tile, clear_stop, stop, torch.ge, self.upper[first:last])
-        if self.lower is not None and clear_start > start:
-            self._hide(scores, tile, start, clear_start, torch.lt, self.lower[first:last])
-        return scores
-
-    def _hide(self, scores: Tensor, tile: Tile, begin: int, end: int, compare: Any, bound: Tensor) -> None:
-        """Set the scores of positions begin..end-1 for which compare(position, bound of the query) holds to -inf."""
-        count, per_block, _ = bound.shape
-        hidden = _front(self.ws.hidden, count, per_block, end - begin)
-        compare(self.ws.positions[begin:end], bound, out=hidden)
-        heads, rows, stretch = scores.shape
-        edge = scores.view(heads, count, per_block, rows // (count * per_block), stretch)
-        edge = edge[..., begin - tile.start : end - tile.start]
-        edge.masked_fill_(hidden[:, :, None], float("-inf"))
+def _forward_torch(
+    layout: Layout,
+    inputs: list[Tensor],  # q, k_context, v_context, k_block, v_block
+    out: Tensor,  # written
+    shares: Tensor,  # (2, A*K*H): its front is written as (2, Hk, n*K*G, 1)
+    scale: float,
+    causal: bool,
+) -> None:
+    if not layout.live:
+        out.zero_()
+        return
+    q, k_context, v_context, k_block, v_block = inputs
+    s = layout.scratch
+    queries, keys, values = layout.load(s.q, q), layout.load(s.k_block, k_block), layout.load(s.v_block, v_block)
+    context_keys, context_values = layout.load_context(k_context, v_context)
+    result, largest, peak = front(s.out, *queries.shape), layout.per_row(s.largest), layout.per_row(s.peak)
+    own = layout.own_scores(queries, keys, scale=scale, causal=causal)
+    torch.amax(own, -1, keepdim=True, out=largest[1])
+    torch.softmax(own, -1, out=own)
+    torch.amax(own, -1, keepdim=True, out=peak[1])
+    rows = (layout.per_tile(x) for x in (queries, result, largest[0], peak[0]))
+    for tile, tile_queries, tile_out, tile_largest, tile_peak in zip(layout.tiles, *rows, strict=True):
+        if tile.start == tile.stop:
+            tile_out.zero_()
+            tile_largest.fill_(UNSEEN)
+            tile_peak.fill_(1)
+            continue
+        scores = layout.tile_scores(tile, tile_queries, context_keys, scale=scale)
+        torch.amax(scores, -1, keepdim=True, out=tile_largest)
+        torch.softmax(scores, -1, out=scores)
+        torch.amax(scores, -1, keepdim=True, out=tile_peak)
+        torch.bmm(scores, context_values[:, tile.start : tile.stop], out=tile_out)
+    # The largest term of a softmax is e^(largest - lse), so lse = largest - log(peak); the shares are a softmax of two.
+    context_share, own_share = torch.softmax(largest.sub_(peak.log_()), 0, out=layout.per_row(shares))
+    result.mul_(context_share)
+    layout.per_block(result).baddbmm_(layout.per_block(own.mul_(own_share)), layout.per_block(values))
+    layout.store(result, out)
 
 
-def _front(buffer: Tensor, *shape: int) -> Tensor:
-    """The front of a flat buffer in a shape."""
-    return buffer[: prod(shape)].view(shape)
+def _backward_torch(
+    layout: Layout,
+    inputs: list[Tensor],  # q, k_context, v_context, k_block, v_block
+    out: Tensor,
+    shares: Tensor,  # as the forward left it
+    grad_out: Tensor,
+    into: list[Tensor],  # gradients of the inputs, written
+    scale: float,
+    causal: bool,
+) -> None:
+    if not layout.live:
+        for grad in into:
+            grad.zero_()
+        return
+    q, k_context, v_context, k_block, v_block = inputs
+    dq, dk_context, dv_context, dk_block, dv_block = into
+    s = layout.scratch
+    context_share, own_share = layout.per_row(shares)
+    grads, delta = layout.load(s.out, grad_out), layout.per_row(s.peak)[0]
+    torch.sum(layout.load(s.q, out).mul_(grads), -1, keepdim=True, out=delta)
+    queries, keys, values = layout.load(s.q, q), layout.load(s.k_block, k_block), layout.load(s.v_block, v_block)
+
+    own = layout.own_scores(queries, keys, scale=scale, causal=causal)
+    own = layout.per_block(torch.softmax(own, -1, out=own).mul_(own_share))
+    block_queries, block_keys, block_values, block_grads = map(layout.per_block, (queries, keys, values, grads))
+    own_dscores = front(s.own_dscores, *own.shape)
+    torch.baddbmm(layout.per_block(delta), block_grads, block_values.transpose(1, 2), beta=-1, out=own_dscores)
+    own_dscores.mul_(own)
+    torch.bmm(own.transpose(1, 2), block_grads, out=block_values)
+    layout.store(values, dv_block)
+    block_values.baddbmm_(own_dscores.transpose(1, 2), block_queries, beta=0, alpha=scale)
+    layout.store(values, dk_block)
+
+    # Context probabilities carry the factor context_share: it goes to the output gradient and delta instead.
+    grads.mul_(context_share)
+    delta.mul_(context_share)
+    context_keys, context_values = layout.load_context(k_context, v_context)
+    wide = layout.wide(2, dk_context, dv_context)
+    dk, dv = (x.zero_().transpose(0, 1) for x in wide)
+    rows = (layout.per_tile(x) for x in (queries, grads, delta))
+    for tile, tile_queries, tile_grads, tile_delta in zip(layout.tiles, *rows, strict=True):
+        seen = slice(tile.start, tile.stop)
+        probs = layout.tile_scores(tile, tile_queries, context_keys, scale=scale)
+        torch.softmax(probs, -1, out=probs)
+        dv[:, seen].baddbmm_(probs.transpose(1, 2), tile_grads)
+        dscores = front(s.dscores, *probs.shape)
+        torch.baddbmm(tile_delta, tile_grads, context_values[:, seen].transpose(1, 2), beta=-1, out=dscores)
+        dscores.mul_(probs)
+        dk[:, seen].baddbmm_(dscores.transpose(1, 2), tile_queries, alpha=scale)
+        tile_queries.baddbmm_(dscores, context_keys[:, seen], beta=0, alpha=scale)  # from here on their gradient
+    if wide[0] is not dk_context:
+        dk_context.copy_(wide[0])
+        dv_context.copy_(wide[1])
+    block_queries.baddbmm_(own_dscores, block_keys, alpha=scale)
+    layout.store(queries, dq)
 
 
-def _batch(x: Tensor) -> Tensor:
-    """(Hk, n, ...) -> (Hk*n, ...), a view."""
-    return x.flatten(0, 1)
-
-
-def _plan(
-    anchors: Tensor,
-    row_starts: Tensor,
-    num_anchors: Tensor | int,
+def _forward_body(
+    inputs: list[Tensor],  # q, k_context, v_context, k_block, v_block, anchors, row_starts, num_anchors
+    out: Tensor,
+    row_stats: Tensor,
+    scratch: list[Tensor],
     scale: float,
     causal: bool,
     window: int | None,
-    ws: BlockAttentionWorkspace,
-    num_tokens: int,
-) -> _Call:
-    """Where the tiles of a call lie: on the CPU from the anchors' values, elsewhere each tile spans all T positions."""
-    total, k, h = anchors.shape[0], ws.shape[1], ws.shape[2]
-    upper = anchors[:, None, None]
-    lower = None if window is None else upper + (ws.offsets[:, None] - (window - 1))
-    if not ws.read_layout:
-        dead = ws.anchor_index[:total] >= num_anchors
-        upper = upper.masked_fill(dead[:, None, None], 0)
-        floor = row_starts[:, None, None]
-        lower = floor if lower is None else torch.maximum(lower, floor)
-        firsts = range(0, total, ws.tile_anchors)
-        tiles = [Tile(i, min(i + ws.tile_anchors, total), 0, num_tokens, num_tokens, 0) for i in firsts]
-        return _Call(ws=ws, live=total, tiles=tiles, dead=dead, upper=upper, lower=lower, causal=causal, scale=scale)
-    live = min(total, max(0, int(num_anchors)))  # sync: free on the CPU, the only device that reads the layout
-    ends, starts = anchors[:live].tolist(), row_starts[:live].tolist()  # sync: as above
-    wrong = [(start, end) for start, end in zip(starts, ends, strict=True) if not 0 <= start <= end < num_tokens]
-    if wrong:
-        raise ValueError(
-            f"each live anchor must satisfy 0 <= row_start <= anchor < T = {num_tokens}; found (row_start, anchor) "
-            f"{wrong[0]}"
-        )
-    most_cells = ws.scores.numel() // (k * h)
-    tiles = make_tiles(ends, starts, block_size=k, window=window, most_anchors=ws.tile_anchors, most_cells=most_cells)
-    longest = max((tile.stop - tile.start for tile in tiles), default=0)
-    if longest > most_cells:
-        raise ValueError(
-            f"the workspace holds {most_cells} context positions of an anchor; found {longest}. Make it with a larger "
-            "max_context"
-        )
-    return _Call(ws=ws, live=live, tiles=tiles, dead=None, upper=upper, lower=lower, causal=causal, scale=scale)
-
-
-def _widen(ws: BlockAttentionWorkspace, k_context: Tensor, v_context: Tensor) -> tuple[Tensor, Tensor]:
-    """Context keys and values in the compute dtype: themselves, or copies of 16-bit ones in the workspace."""
-    if not ws.context.shape[0]:
-        return k_context, v_context
-    total = k_context.shape[0]
-    return ws.context[0, :total].copy_(k_context), ws.context[1, :total].copy_(v_context)
-
-
-def block_attention_ref_forward(
-    call: _Call, q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Output (A, K, H, E) and logsumexp (A, K, H, 1), in plain torch."""
-    ws, group = call.ws, q.shape[2] // k_block.shape[2]
-    k_context, v_context = _widen(ws, k_context, v_context)
-    queries = call.load(ws.q, q).mul_(call.scale)
-    keys, values = call.load(ws.k_block, k_block), call.load(ws.v_block, v_block)
-    own = call.block_scores(queries, keys)
-    out = call.view(ws.out, group, q.shape[3]).zero_()
-    row_max, context_sum, own_sum = (call.view(x, group, 1) for x in ws.row_stats)
-    torch.amax(own, -1, keepdim=True, out=row_max)
-    context_sum.zero_()
-    for tile in call.tiles:
-        blocks = slice(tile.first, tile.last)
-        scores = call.tile_scores(tile, queries, k_context)
-        # own_sum is free until the tiles are done: it holds the tile's maxima.
-        torch.amax(scores, -1, keepdim=True, out=own_sum[:, blocks].flatten(1, 2))
-        peak = torch.maximum(own_sum[:, blocks], row_max[:, blocks], out=row_max[:, blocks]).flatten(1, 2)
-        scores.sub_(peak).exp_()
-        torch.sum(scores, -1, keepdim=True, out=context_sum[:, blocks].flatten(1, 2))
-        torch.bmm(scores, v_context[tile.start : tile.stop].transpose(0, 1), out=out[:, blocks].flatten(1, 2))
-    own.sub_(row_max).exp_()
-    torch.sum(own, -1, keepdim=True, out=own_sum)
-    total = own_sum.add_(context_sum)
-    _batch(out).baddbmm_(_batch(own), _batch(values))
-    result = call.store(out.div_(total), torch.empty_like(q))
-    lse = call.store(total.log_().add_(row_max), q.new_empty((*q.shape[:3], 1), dtype=out.dtype))
-    return result, lse
-
-
-def block_attention_ref_backward(
-    call: _Call,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k_context, v_context, k_block, v_block, in plain torch; probabilities are recomputed."""
-    q, k_context, v_context, k_block, v_block = inputs
-    ws, k, group = call.ws, q.shape[1], q.shape[2] // k_block.shape[2]
-    wide_k, wide_v = _widen(ws, k_context, v_context)
-    queries = call.load(ws.q, q).mul_(call.scale)
-    keys, values = call.load(ws.k_block, k_block), call.load(ws.v_block, v_block)
-    grads = call.load(ws.out, grad_out)
-    logsums, delta = call.load(ws.row_stats[0], lse), call.view(ws.row_stats[1], group, 1)
-    dq = call.load(ws.dq, out)
-    torch.sum(dq.mul_(grads), -1, keepdim=True, out=delta)
-
-    own = call.block_scores(queries, keys).sub_(logsums).exp_()
-    own_dscores = call.view(ws.block_dscores, group, k)
-    torch.bmm(_batch(grads), _batch(values).transpose(1, 2), out=_batch(own_dscores))
-    own_dscores.sub_(delta).mul_(own)
-    torch.bmm(_batch(own_dscores), _batch(keys), out=_batch(dq))
-    torch.bmm(_batch(own).transpose(1, 2), _batch(grads), out=_batch(values))
-    dv_block = call.store(values, torch.empty_like(v_block))
-    torch.bmm(_batch(own_dscores).transpose(1, 2), _batch(queries), out=_batch(keys))
-    dk_block = call.store(keys, torch.empty_like(k_block))
-
-    if ws.context.shape[0]:
-        dk_context, dv_context = ws.context[2:, : k_context.shape[0]].zero_()
-    else:
-        dk_context, dv_context = torch.zeros_like(k_context), torch.zeros_like(v_context)
-    for tile in call.tiles:
-        _backward_tile(call, tile, (queries, grads, logsums, delta), (wide_k, wide_v), (dq, dk_context, dv_context))
-    grad_q = call.store(dq.mul_(call.scale), torch.empty_like(q))
-    return grad_q, dk_context.to(q.dtype), dv_context.to(q.dtype), dk_block, dv_block
-
-
-def _backward_tile(
-    call: _Call,
-    tile: Tile,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],  # queries, output gradients, logsumexp, delta: (Hk, n, K*G, ...)
-    context: tuple[Tensor, Tensor],  # keys, values: (T, Hk, E)
-    into: tuple[Tensor, Tensor, Tensor],  # dq (Hk, n, K*G, E), dk, dv (T, Hk, E), added to
+    most_cells: int,
+    most_hidden: int,
+    read_layout: bool,
+    implementation: str,
 ) -> None:
-    queries, grads, logsums, delta = (x[:, tile.first : tile.last].flatten(1, 2) for x in rows)
-    keys, values, dk, dv = (x[tile.start : tile.stop].transpose(0, 1) for x in (*context, *into[1:]))
-    probs = call.tile_scores(tile, rows[0], context[0]).sub_(logsums).exp_()
-    dv.baddbmm_(probs.transpose(1, 2), grads)
-    dscores = _front(call.ws.dscores, *probs.shape)
-    torch.bmm(grads, values.transpose(1, 2), out=dscores)
-    dscores.sub_(delta).mul_(probs)
-    into[0][:, tile.first : tile.last].flatten(1, 2).baddbmm_(dscores, keys)
-    dk.baddbmm_(dscores.transpose(1, 2), queries)
+    if implementation == "triton":
+        from dflash_graph.kernels import block_attention_triton as kernels
+
+        kernels.forward(*[*inputs, out, row_stats], scale=scale, causal=causal, sliding_window=window)
+        return
+    layout = plan_layout(
+        inputs, scratch, window=window, most_cells=most_cells, most_hidden=most_hidden, read_layout=read_layout
+    )
+    _forward_torch(layout, inputs[:5], out, row_stats, scale, causal)
+
+
+def _backward_body(
+    saved: list[Tensor],  # the inputs of the forward, out, row_stats
+    grad_out: Tensor,
+    grads: list[Tensor],  # of q, k_context, v_context, k_block, v_block
+    scratch: list[Tensor],
+    scale: float,
+    causal: bool,
+    window: int | None,
+    most_cells: int,
+    most_hidden: int,
+    read_layout: bool,
+    implementation: str,
+) -> None:
+    if implementation == "triton":
+        from dflash_graph.kernels import block_attention_triton as kernels
+
+        delta = scratch[0][: grad_out.shape[0]]
+        tensors = [*saved, grad_out, delta, *grads]
+        kernels.backward(*tensors, scale=scale, causal=causal, sliding_window=window)
+        return
+    layout = plan_layout(
+        saved, scratch, window=window, most_cells=most_cells, most_hidden=most_hidden, read_layout=read_layout
+    )
+    _backward_torch(layout, saved[:5], saved[8], saved[9], grad_out, grads, scale, causal)
+
+
+_forward = backend.Operator("block_attention_forward", _forward_body, mutates=["out", "row_stats", "scratch"])
+_backward = backend.Operator("block_attention_backward", _backward_body, mutates=["grads", "scratch"])
 
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *inputs: Tensor) -> Tensor:  # q, k_context, v_context, k_block, v_block
-        out, lse = block_attention_ref_forward(call, *inputs)
-        ctx.call = call
-        ctx.save_for_backward(*inputs, out, lse)
+    def forward(ctx: Any, ws: BlockAttentionWorkspace, options: tuple[Any, ...], *inputs: Tensor) -> Tensor:
+        q = inputs[0]
+        out = torch.empty_like(q)
+        row_stats = torch.empty(ws.stats_shape(q.shape[0]), dtype=ws.compute_dtype, device=q.device)
+        _forward(list(inputs), out, row_stats, ws.scratch, *options)
+        ctx.ws, ctx.options = ws, options
+        ctx.save_for_backward(*inputs, out, row_stats)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse = ctx.saved_tensors
-        return (None, *block_attention_ref_backward(ctx.call, tuple(inputs), out, lse, grad_out.contiguous()))
+        saved = list(ctx.saved_tensors)
+        grads = [torch.empty_like(x) for x in saved[:5]]
+        _backward(saved, grad_out.contiguous(), grads, ctx.ws.scratch, *ctx.options)
+        return (None, None, *grads, None, None, None)
 
 
 def _check(
@@ -418,10 +324,8 @@ def _check(
     if not 1 <= total <= most:
         raise ValueError(f"the workspace holds 1 to {most} blocks; found {total}. Make a larger one")
     tokens = context["k_context"].shape[0]
-    if not 1 <= tokens <= ws.positions.shape[0]:
-        raise ValueError(
-            f"the workspace holds 1 to {ws.positions.shape[0]} positions; found {tokens}. Make a larger one"
-        )
+    if not 1 <= tokens <= ws.num_tokens:
+        raise ValueError(f"the workspace holds 1 to {ws.num_tokens} positions; found {tokens}. Make a larger one")
     shapes: dict[str, tuple[int, ...]] = {name: (total, k, h if name == "q" else hk, e) for name in blocks}
     shapes |= dict.fromkeys(context, (tokens, hk, e)) | dict.fromkeys(index, (total,))
     for name, tensor in (blocks | context | index).items():
@@ -432,8 +336,8 @@ def _check(
             raise TypeError(
                 f"{name} must be {dtype}; found {tensor.dtype}. Cast before the call, or remake the workspace"
             )
-        if tensor.device != ws.q.device:
-            raise ValueError(f"{name} must be on the workspace's device {ws.q.device}; found {tensor.device}")
+        if tensor.device != ws.device:
+            raise ValueError(f"{name} must be on the workspace's device {ws.device}; found {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous; found strides {tensor.stride()}. Copy it before the call")
 
@@ -482,10 +386,11 @@ def block_attention(
     )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1 or None; found {sliding_window}")
-    call = _plan(
-        anchors, row_starts, num_anchors, scale, causal, sliding_window, workspace, num_tokens=k_context.shape[0]
-    )
+    if not isinstance(num_anchors, Tensor):
+        num_anchors = torch.full((), num_anchors, dtype=torch.int64, device=workspace.device)
+    ws = workspace
+    options = (scale, causal, sliding_window, ws.most_cells, ws.most_hidden, ws.read_layout, ws.implementation)
     out: Tensor = _BlockAttention.apply(  # type: ignore[no-untyped-call]
-        call, q, k_context, v_context, k_block, v_block
+        ws, options, q, k_context, v_context, k_block, v_block, anchors, row_starts, num_anchors
     )
     return out

@@ -1,308 +1,228 @@
-"""Weighted cross-entropy of hidden rows against a frozen lm_head, and its gradient, without (R, V) memory.
+"""Weighted loss of hidden rows against a frozen lm_head, and its gradient, without (R, V) memory.
 
-With z_i = W x_i, lse_i = log sum_v exp(z_iv), nll_i = lse_i - z_i[y_i] and p = exp(z - lse), the op computes
-    loss = sum_i w_i nll_i,    d loss / d x_i = w_i (sum_v p_iv W_v - W[y_i]),
-over chunks of rows: GEMM into one preallocated scratch, row statistics, the scratch turned in place into unnormalised
-gradients e = exp(z - max) with e[y] -= s = sum_v e_v, GEMM into the gradient rows, which are then scaled by w_i / s_i
-(saves a pass over the scratch). All of it runs in the forward, 4*R*V*D FLOPs; the backward multiplies by the
-incoming gradient. The head never gets a gradient. Rows that do not count are zero by selection, never by a product.
+With z_i = soft_cap(logit_scale * (W x_i + b)), lse_i = log sum_v exp(z_iv), nll_i = lse_i - z_i[y_i] and
+p = exp(z - lse), the op computes sum_i w_i nll_i and d nll_i / d x_i = sum_v p_iv dz_iv - dz_i[y_i] over chunks of
+rows: GEMM into a preallocated scratch, a row pass that turns logits into their gradients, GEMM into the gradient rows.
+All of it runs in the forward, 4*R*V*D FLOPs; the backward multiplies each row by its weight and the incoming gradient.
+The head never gets a gradient. Rows that do not count are zero by selection, never by a product.
+
+Optional, for a target that knows better than its argmax: KL(target || drafter) of row i needs only the target's mean
+head row M = sum_v P_v W_v and its entropy H, because
+    KL = lse - logit_scale * (x . M + sum_v P_v b_v) - H,    d KL / d x = logit_scale * (sum_v p_v W_v - M).
+
+`fused_lm_head_loss_torch` and `fused_lm_head_loss_triton` hold the row passes, `fused_lm_head_loss_workspace` the
+memory, `fused_lm_head_loss_arguments` the checks; the chunk loop here is shared.
 """
 
-from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORE_INDEX = -100
-NO_RANK = 2**62  # label_rank of rows that do not count, and of wrong rows when ranks were not asked for
+from dflash_graph.kernels import fused_lm_head_loss_torch as torch_passes
+from dflash_graph.kernels.backend import Operator
+from dflash_graph.kernels.fused_lm_head_loss_arguments import (
+    DPace,
+    Teacher,
+    check_arguments,
+    check_labels,
+    check_options,
+)
+from dflash_graph.kernels.fused_lm_head_loss_torch import LossOptions
+from dflash_graph.kernels.fused_lm_head_loss_workspace import (
+    IGNORE_INDEX,
+    NO_RANK,
+    LmHeadLossWorkspace,
+    LossBuffers,
+    choose_chunk_rows,
+    make_workspace,
+)
 
-_RANK_ROWS = 8  # rows compared with their label's logit at once
-_CPU_CHUNK_ROWS = 512  # measured at D 576, V 4,096-49,152: 1,024 rows gain under 2 %, 128 rows lose 5-25 %
-_GPU_MULTIPROCESSORS = 132  # H100, H200; tiles of 128 x 256 in the second GEMM
-_GPU_LEAST_ROWS = 1536  # below it two waves per chunk cost less than a second pass over the head
-
-
-@dataclass(kw_only=True, eq=False)
-class LmHeadLossWorkspace:
-    """Scratch and results of `fused_lm_head_loss`, allocated once.
-
-    A forward and its backward are one use: another forward with the same workspace before the backward is refused.
-    The results of a call with R rows are the first R entries; later entries are left alone.
-    """
-
-    logits: Tensor  # (C, V) float32 (float64 for float64 hidden rows); logits, then gradients
-    narrow: Tensor | None  # (C, V) hidden dtype, when that is a 16-bit type
-    above: Tensor  # (8, V) dtype of logits, 1 where a logit exceeds the label's
-    row_stats: Tensor  # (5, C, 1) dtype of logits
-    row_index: Tensor  # (R,) int64 0, 1, ...
-    grad_hidden: Tensor  # (R, D) hidden dtype, gradient of loss_sum
-    nll: Tensor  # (R,) dtype of logits; 0 where the row does not count
-    logsumexp: Tensor  # (R,) dtype of logits; 0 where the row does not count
-    right: Tensor  # (R,) bool, no logit exceeds the label's
-    label_rank: Tensor  # (R,) int64, logits strictly greater than the label's; NO_RANK where the row does not count
-    weight_sum: Tensor  # () dtype of logits, sum of the weights that count
-    read_counts: bool  # the host reads num_rows and skips dead chunks: 32 and 64 bits on the CPU only
-    use: int = 0  # forwards so far
-
-    @property
-    def chunk_rows(self) -> int:
-        """C, rows whose logits exist at once."""
-        return self.logits.shape[0]
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors of the workspace."""
-        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+__all__ = [
+    "IGNORE_INDEX",
+    "NO_RANK",
+    "DPace",
+    "LmHeadLossWorkspace",
+    "Teacher",
+    "check_labels",
+    "choose_chunk_rows",
+    "fused_lm_head_loss",
+    "make_workspace",
+]
 
 
-def choose_chunk_rows(
-    *, num_rows: int, hidden_size: int, vocab_size: int, row_bytes: int, scratch_bytes: int, device_type: str
-) -> int:
-    """C, rows of one chunk: what keeps the GEMMs busy, within `scratch_bytes` of (C, V) scratch.
+def _triton_passes() -> ModuleType:
+    from dflash_graph.kernels import fused_lm_head_loss_triton  # only here: the package works without Triton
 
-    On CUDA the second GEMM, (C, V) x (V, D), should fill whole waves of the multiprocessors: C is 128 times the row
-    tiles that fit one wave (two, when one is short). Computed, not measured.
-
-    Args:
-        row_bytes: scratch bytes of one logit, over all scratch buffers.
-    """
-    most = max(1, scratch_bytes // (row_bytes * vocab_size))
-    rows = _CPU_CHUNK_ROWS
-    if device_type != "cpu":
-        column_tiles = -(-hidden_size // 256)
-        waves = [128 * (k * _GPU_MULTIPROCESSORS // column_tiles) for k in (1, 2)]
-        rows = waves[0] if waves[0] >= _GPU_LEAST_ROWS or waves[1] > most else waves[1]
-        if most >= 128:
-            most -= most % 128
-    return max(1, min(rows, most, num_rows))
+    return fused_lm_head_loss_triton
 
 
-def make_workspace(
-    *,
-    num_rows: int,
-    hidden_size: int,
-    vocab_size: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    scratch_bytes: int = 768 * 2**20,
-    chunk_rows: int | None = None,
-) -> LmHeadLossWorkspace:
-    """Allocate the workspace for calls of up to `num_rows` rows.
-
-    Args:
-        num_rows: R, most rows of a call. hidden_size: D. vocab_size: V, rows of the (possibly reduced) head.
-        dtype: of the hidden rows and of the head.
-        scratch_bytes: upper bound of the (C, V) scratch, bytes.
-        chunk_rows: C; None chooses it.
-
-    Raises:
-        TypeError: dtype is not float16, bfloat16, float32 or float64.
-        ValueError: hidden_size, vocab_size or chunk_rows is not positive, or num_rows is negative.
-    """
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"dtype must be float16, bfloat16, float32 or float64; found {dtype}")
-    if num_rows < 0 or min(hidden_size, vocab_size) < 1 or (chunk_rows is not None and chunk_rows < 1):
-        raise ValueError(
-            "hidden_size, vocab_size and chunk_rows must be at least 1 and num_rows at least 0; found "
-            f"{hidden_size}, {vocab_size}, {chunk_rows} and {num_rows}"
-        )
-    device = torch.device(device)
-    stats = torch.float64 if dtype == torch.float64 else torch.float32
-    narrows = dtype.itemsize == 2
-    if chunk_rows is None:
-        chunk_rows = choose_chunk_rows(
-            num_rows=num_rows,
-            hidden_size=hidden_size,
-            vocab_size=vocab_size,
-            row_bytes=stats.itemsize + (dtype.itemsize if narrows else 0),
-            scratch_bytes=scratch_bytes,
-            device_type=device.type,
-        )
-
-    def zeros(*shape: int, of: torch.dtype = stats) -> Tensor:
-        return torch.zeros(shape, dtype=of, device=device)
-
-    return LmHeadLossWorkspace(
-        logits=zeros(chunk_rows, vocab_size),
-        narrow=zeros(chunk_rows, vocab_size, of=dtype) if narrows else None,
-        above=zeros(min(_RANK_ROWS, chunk_rows), vocab_size),
-        row_stats=zeros(5, chunk_rows, 1),
-        row_index=torch.arange(num_rows, device=device),
-        grad_hidden=zeros(num_rows, hidden_size, of=dtype),
-        nll=zeros(num_rows),
-        logsumexp=zeros(num_rows),
-        right=zeros(num_rows, of=torch.bool),
-        label_rank=zeros(num_rows, of=torch.int64),
-        weight_sum=zeros(),
-        # The CPU's 16-bit GEMM allocates scratch of its own, so the number of its calls may not depend on the data.
-        read_counts=device.type == "cpu" and not narrows,
-    )
+# ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Refuse labels that are neither rows of the head nor -100. Reads the device: for set-up and tests, not for steps.
-
-    Raises:
-        ValueError: some label lies outside [0, vocab_size) and is not -100; names the first.
-    """
-    wrong = ((labels < 0) | (labels >= vocab_size)) & (labels != IGNORE_INDEX)
-    if bool(wrong.any()):  # sync: set-up check
-        row = int(wrong.flatten().to(torch.int8).argmax())  # sync: error path
-        raise ValueError(
-            f"labels must lie in [0, {vocab_size}) or be {IGNORE_INDEX}; found {int(labels.flatten()[row])} in row "
-            f"{row}. Map the labels to rows of the head that is used"
-        )
-
-
-def _check(
-    hidden: Tensor,
-    head_weight: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    num_rows: Tensor | int | None,
-    ws: LmHeadLossWorkspace,
-) -> None:
-    if hidden.ndim != 2 or head_weight.ndim != 2 or hidden.shape[1] != head_weight.shape[1]:
-        raise ValueError(
-            f"hidden must be (R, D) and head_weight (V, D); found {tuple(hidden.shape)} and {tuple(head_weight.shape)}"
-        )
-    rows = (hidden.shape[0],)
-    if labels.shape != rows or weights.shape != rows:
-        raise ValueError(
-            f"labels and weights must have shape {rows}, one per row of hidden; found {tuple(labels.shape)} and "
-            f"{tuple(weights.shape)}"
-        )
-    if hidden.dtype != ws.grad_hidden.dtype or head_weight.dtype != hidden.dtype:
-        raise TypeError(
-            f"hidden, head_weight and the workspace must share a dtype; found {hidden.dtype}, {head_weight.dtype} and "
-            f"{ws.grad_hidden.dtype}. Cast before the call, or make the workspace for that dtype"
-        )
-    if labels.dtype != torch.int64 or weights.dtype not in (torch.float32, ws.logits.dtype):
-        raise TypeError(f"labels must be int64 and weights float32; found {labels.dtype} and {weights.dtype}")
-    if head_weight.requires_grad:
-        raise ValueError("head_weight must be frozen: it never gets a gradient here. Pass head_weight.detach()")
-    if (
-        rows[0] > ws.nll.shape[0]
-        or hidden.shape[1] != ws.grad_hidden.shape[1]
-        or head_weight.shape[0] != ws.logits.shape[1]
-    ):
-        raise ValueError(
-            f"the workspace holds R <= {ws.nll.shape[0]}, D = {ws.grad_hidden.shape[1]}, V = {ws.logits.shape[1]}; "
-            f"found hidden {tuple(hidden.shape)} and head_weight {tuple(head_weight.shape)}. Make one for these shapes"
-        )
-    for name, tensor in (("hidden", hidden), ("head_weight", head_weight), ("labels", labels), ("weights", weights)):
-        if tensor.device != ws.logits.device:
-            raise ValueError(f"{name} must be on the workspace's device {ws.logits.device}; found {tensor.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous; found strides {tensor.stride()}. Copy it before the call")
-    if isinstance(num_rows, Tensor):
-        if num_rows.ndim != 0 or num_rows.is_floating_point():
-            raise ValueError(
-                f"num_rows must be an integer scalar; found {num_rows.dtype} of shape {tuple(num_rows.shape)}"
-            )
-    elif num_rows is not None and not 0 <= num_rows <= rows[0]:
-        raise ValueError(f"num_rows must lie in [0, {rows[0]}], the rows of hidden; found {num_rows}")
-
-
-def _rank_chunk(logits: Tensor, label_logit: Tensor, above: Tensor, count: Tensor, rank: Tensor) -> None:
-    """rank[i] = logits of row i strictly greater than the label's, a few rows at a time.
-
-    Counted in floats, exact below 2**24: a sum of booleans would allocate in every chunk.
-    """
-    step = above.shape[0]
-    for i in range(0, logits.shape[0], step):
-        j = min(i + step, logits.shape[0])
-        part = torch.sub(logits[i:j], label_logit[i:j], out=above[: j - i]).sign_().clamp_(min=0)
-        torch.sum(part, 1, keepdim=True, out=count[i:j])
-    rank.copy_(count.view(-1))
-
-
-def _chunk(
-    hidden: Tensor,  # (c, D)
+def _forward_body(
+    hidden: Tensor,  # (R, D)
     head_weight: Tensor,  # (V, D)
-    labels: Tensor,  # (c, 1) int64, all inside the head
-    ws: LmHeadLossWorkspace,
-    rows: slice,  # of the chunk, in ws
+    labels: Tensor,  # (R,)
+    weights: Tensor,  # (R,)
+    num_rows: Tensor | None,  # ()
+    host_rows: int,
+    bias: Tensor | None,
+    trained_rows: Tensor | None,
+    mean: Tensor | None,
+    entropy: Tensor | None,
+    teacher_rows: Tensor | None,
+    bias_mean: Tensor | None,
+    buffers: list[Tensor],  # of LossBuffers
+    implementation: str,
+    chunk_rows: int,
+    tile_columns: int,
+    row_stride: int,
+    host_reads: bool,
+    skips_dead_chunks: bool,
+    logit_scale: float,
+    soft_cap: float | None,
+    alpha: float,
+    kl_weight: float,
     with_rank: bool,
     with_grad: bool,
 ) -> None:
-    """Statistics of one chunk of rows into ws, and e @ W / s into ws.grad_hidden (not yet times the weight)."""
-    count = hidden.shape[0]
-    logits = ws.logits[:count]
-    label_logit, row_max, label_exp, rest, spare = ws.row_stats[:, :count].unbind()
-    narrow = None if ws.narrow is None else ws.narrow[:count]
+    b, total = LossBuffers(*buffers), hidden.shape[0]
+    whole = slice(0, total)
+    options = LossOptions(
+        logit_scale=logit_scale,
+        soft_cap=soft_cap,
+        kl_weight=kl_weight,
+        with_rank=with_rank,
+        with_grad=with_grad,
+        tile_columns=tile_columns,
+        host_reads=host_reads,
+    )
+    _select_rows(labels, weights, host_rows if num_rows is None else num_rows, head_weight.shape[0], b)
+    if teacher_rows is not None:
+        b.source_rows[whole].copy_(teacher_rows).masked_fill_(b.ignored[whole], 0)
+    live = total
+    if skips_dead_chunks:
+        live = host_rows
+        if num_rows is not None:
+            live = min(total, max(0, int(num_rows)))  # sync: free on the CPU, the only device that skips
+        num_chunks = max(1, -(-live // chunk_rows))
+        chunk_rows = max(1, -(-live // num_chunks))  # equal: a last chunk of a few rows would read the head for them
+    for start in range(0, live, chunk_rows):
+        rows = slice(start, min(start + chunk_rows, live))
+        if implementation == "triton":
+            _triton_chunk(hidden[rows], head_weight, bias, b, rows, options, row_stride)
+        else:
+            torch_passes.run_chunk(hidden[rows], head_weight, bias, b, rows, options)
+        if mean is not None and entropy is not None:
+            if implementation == "triton":
+                _triton_passes().kl_pass(
+                    hidden[rows], mean, entropy, bias_mean, b.source_rows[rows], b.logsumexp[rows], b.counts[rows],
+                    b.grad_hidden[rows], b.kl[rows], logit_scale=logit_scale, kl_weight=kl_weight, with_grad=with_grad,
+                )  # fmt: skip
+            else:
+                torch_passes.teacher_pass(hidden[rows], mean, entropy, bias_mean, b, rows, options)
+    if implementation != "triton":
+        for result in (b.nll, b.logsumexp) if mean is None else (b.nll, b.logsumexp, b.kl):
+            result[whole].masked_fill_(b.ignored[whole], 0)
+        b.label_rank[whole].masked_fill_(b.ignored[whole], NO_RANK)
+    if trained_rows is not None:
+        _weigh_blocks(trained_rows, alpha, b)
+    kl = None if mean is None else b.kl[whole]
+    if implementation == "triton":
+        _triton_passes().reduce(
+            b.nll[whole], kl, b.row_weights[whole], b.loss_sum, b.weight_sum, kl_weight=kl_weight
+        )  # fmt: skip
+    else:
+        _reduce(kl, kl_weight, total, b)
+
+
+def _select_rows(labels: Tensor, weights: Tensor, num_rows: Tensor | int, vocab_size: int, b: LossBuffers) -> None:
+    """Which rows count, their labels and weights; 0 elsewhere. No label is used as an index before this."""
+    n = labels.shape[0]
+    counts, ignored, flags = b.counts[:n], b.ignored[:n], b.flags[:n]
+    torch.lt(b.row_index[:n], num_rows, out=counts)
+    counts.logical_and_(torch.ge(labels, 0, out=flags))
+    counts.logical_and_(torch.lt(labels, vocab_size, out=flags))
+    counts.logical_and_(torch.ne(weights, 0, out=flags))
+    torch.logical_not(counts, out=ignored)
+    b.safe_labels[:n].copy_(labels).masked_fill_(ignored, 0)
+    b.row_weights[:n].copy_(weights).masked_fill_(ignored, 0)
+
+
+def _triton_chunk(
+    hidden: Tensor,
+    head_weight: Tensor,
+    bias: Tensor | None,
+    b: LossBuffers,
+    rows: slice,
+    options: LossOptions,
+    row_stride: int,
+) -> None:
+    """GEMM, row pass and GEMM over whole rows of one chunk; 16-bit gradients lie in the front half of their rows."""
+    passes, grad_hidden = _triton_passes(), b.grad_hidden[rows]
+    logits = b.scratch.as_strided((hidden.shape[0], head_weight.shape[0]), (row_stride, 1))
+    narrow = hidden.dtype if hidden.dtype.itemsize == 2 else None
     if narrow is None:
         torch.mm(hidden, head_weight.t(), out=logits)
     elif hidden.is_cuda:
         torch.mm(hidden, head_weight.t(), out_dtype=logits.dtype, out=logits)
-    else:  # the CPU has no GEMM from 16 to 32 bits
-        torch.mm(hidden, head_weight.t(), out=narrow)
-        logits.copy_(narrow)
-    torch.gather(logits, 1, labels, out=label_logit)
-    torch.amax(logits, 1, keepdim=True, out=row_max)
-    torch.ge(label_logit, row_max, out=ws.right[rows].view(-1, 1))
-    if with_rank:
-        _rank_chunk(logits, label_logit, ws.above, spare, ws.label_rank[rows])
-    logits.sub_(row_max).exp_()
-    # The label's term stays out of the sum: where p is near 1, rest is accurate and s - e[y] would cancel.
-    torch.gather(logits, 1, labels, out=label_exp)
-    logits.scatter_(1, labels, 0.0)
-    torch.sum(logits, 1, keepdim=True, out=rest)
-    nll, lse = ws.nll[rows].view(-1, 1), ws.logsumexp[rows].view(-1, 1)
-    torch.expm1(torch.sub(label_logit, row_max, out=spare), out=nll).add_(rest).log1p_()
-    torch.add(nll, row_max, out=lse)
-    nll.sub_(spare)
-    if not with_grad:
+    else:  # the interpreter's case: the CPU has no GEMM from 16 to 32 bits
+        logits.copy_(torch.mm(hidden, head_weight.t()))
+    passes.row_pass(
+        logits, b.safe_labels[rows], b.counts[rows], bias, b.nll[rows], b.logsumexp[rows], b.label_rank[rows],
+        logit_scale=options.logit_scale, soft_cap=options.soft_cap, label_share=1 - options.kl_weight,
+        with_grad=options.with_grad, with_rank=options.with_rank, narrow=narrow,
+    )  # fmt: skip
+    if options.with_grad:
+        torch.mm(logits if narrow is None else passes.narrow_view(logits, narrow), head_weight, out=grad_hidden)
+
+
+def _weigh_blocks(trained_rows: Tensor, alpha: float, b: LossBuffers) -> None:
+    """row_weights of D-PACE, see `DPace`. Rows that do not count go to place 0, an anchor's, which nothing reads."""
+    n, (blocks, k) = trained_rows.shape[0], b.block_values.shape
+    ignored, place, terms = b.ignored[:n], b.source_rows[:n], b.row_values[:n]
+    # Clamped only so that a wrong place never writes outside the buffer.
+    place.copy_(trained_rows).masked_fill_(ignored, 0).clamp_(0, blocks * k - 1)
+    torch.neg(b.nll[:n], out=terms).exp_().mul_(1 - alpha).add_(alpha)
+    values, present = b.block_values.fill_(1), b.block_flags.fill_(False)
+    values.view(-1).scatter_(0, place, terms)
+    present.view(-1).scatter_(0, place, b.counts[:n])
+    for j in range(2, k):
+        values[:, j].mul_(values[:, j - 1])
+    values.masked_fill_(present.logical_not_(), 0)
+    for j in range(k - 2, 0, -1):
+        values[:, j].add_(values[:, j + 1])
+    torch.index_select(values.view(-1), 0, place, out=b.row_weights[:n]).masked_fill_(ignored, 0)
+
+
+def _reduce(kl: Tensor | None, kl_weight: float, n: int, b: LossBuffers) -> None:
+    """loss_sum and weight_sum; rows of weight 0 are selected away."""
+    terms, row_weights = b.row_values[:n], b.row_weights[:n]
+    torch.mul(b.nll[:n], 1 - kl_weight, out=terms)
+    if kl is not None:
+        terms.add_(kl, alpha=kl_weight)
+    terms.mul_(row_weights).masked_fill_(torch.eq(row_weights, 0, out=b.flags[:n]), 0)
+    torch.sum(terms, 0, out=b.loss_sum)
+    torch.sum(row_weights, 0, out=b.weight_sum)
+
+
+def _backward_body(
+    grad_hidden: Tensor, row_weights: Tensor, grad_loss: Tensor, out: Tensor | None, implementation: str
+) -> None:
+    """out = grad_hidden * row_weights * grad_loss, rows of weight 0 selected to 0; without `out`, in place."""
+    target = grad_hidden if out is None else out
+    if implementation == "triton":
+        _triton_passes().scale_rows(grad_hidden, row_weights, grad_loss, target)
         return
-    logits.scatter_(1, labels, torch.neg(rest, out=spare))
-    scale = torch.add(rest, label_exp, out=spare).reciprocal_()
-    if narrow is None:
-        torch.mm(logits, head_weight, out=ws.grad_hidden[rows]).mul_(scale)
-    else:
-        torch.mm(torch.mul(logits, scale, out=narrow), head_weight, out=ws.grad_hidden[rows])
+    factor = (row_weights * grad_loss)[:, None]
+    torch.mul(grad_hidden, factor, out=target).masked_fill_((row_weights == 0)[:, None], 0)
 
 
-def fused_lm_head_loss_ref(
-    hidden: Tensor,
-    head_weight: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    num_rows: Tensor | int | None,
-    workspace: LmHeadLossWorkspace,
-    *,
-    with_rank: bool,
-    with_grad: bool,
-) -> Tensor:
-    """Loss and, into the workspace, statistics and gradient, in plain torch; arguments as `fused_lm_head_loss`.
-
-    On the CPU, in 32 or 64 bits, the host reads `num_rows` and skips dead chunks; elsewhere every chunk runs, unsynced.
-    """
-    ws, total = workspace, hidden.shape[0]
-    counts = (labels >= 0) & (labels < head_weight.shape[0]) & (weights != 0)
-    live = total
-    if num_rows is not None:
-        counts &= ws.row_index[:total] < num_rows
-        if ws.read_counts:
-            live = min(total, max(0, int(num_rows)))  # sync: free on the CPU, the only device that reads counts
-    ignored = ~counts
-    safe_labels = labels.masked_fill(ignored, 0)[:, None]
-    row_weights = weights.to(ws.nll.dtype).masked_fill(ignored, 0)
-    for start in range(0, live, ws.chunk_rows):
-        rows = slice(start, min(start + ws.chunk_rows, live))
-        _chunk(hidden[rows], head_weight, safe_labels[rows], ws, rows, with_rank, with_grad)
-    nll = ws.nll[:total].masked_fill_(ignored, 0)
-    ws.logsumexp[:total].masked_fill_(ignored, 0)
-    rank, right = ws.label_rank[:total], ws.right[:total]
-    if with_rank:
-        rank.masked_fill_((rank == 0) & ~right, NO_RANK)  # NaN exceeds nothing and must not pass for right
-    else:
-        rank.fill_(NO_RANK).masked_fill_(right, 0)
-    rank.masked_fill_(ignored, NO_RANK)
-    if with_grad:
-        ws.grad_hidden[:total].mul_(row_weights[:, None]).masked_fill_(ignored[:, None], 0)
-    torch.sum(row_weights, 0, out=ws.weight_sum)
-    return (nll * row_weights).sum()
+_forward = Operator("fused_lm_head_loss", _forward_body, mutates=["buffers"])
+_backward = Operator("fused_lm_head_loss_backward", _backward_body, mutates=["grad_hidden", "out"])
 
 
 class _FusedLmHeadLoss(torch.autograd.Function):
@@ -314,15 +234,48 @@ class _FusedLmHeadLoss(torch.autograd.Function):
         labels: Tensor,
         weights: Tensor,
         num_rows: Tensor | int | None,
-        workspace: LmHeadLossWorkspace,
+        ws: LmHeadLossWorkspace,
+        bias: Tensor | None,
+        logit_scale: float,
+        soft_cap: float | None,
+        d_pace: DPace | None,
+        teacher: Teacher | None,
         with_rank: bool,
         with_grad: bool,
+        lend_grad: bool,
     ) -> Tensor:
-        workspace.use += 1
-        ctx.workspace, ctx.use, ctx.num_rows = workspace, workspace.use, hidden.shape[0]
-        return fused_lm_head_loss_ref(
-            hidden, head_weight, labels, weights, num_rows, workspace, with_rank=with_rank, with_grad=with_grad
+        ws.use += 1
+        ws.spent = False
+        ctx.workspace, ctx.use, ctx.num_rows, ctx.lend_grad = ws, ws.use, hidden.shape[0], lend_grad
+        on_device = isinstance(num_rows, Tensor)
+        _forward(
+            hidden,
+            head_weight,
+            labels,
+            weights,
+            num_rows if on_device else None,
+            hidden.shape[0] if on_device or num_rows is None else num_rows,
+            bias,
+            None if d_pace is None else d_pace.trained_rows,
+            None if teacher is None else teacher.mean,
+            None if teacher is None else teacher.entropy,
+            None if teacher is None else teacher.rows,
+            None if teacher is None else teacher.bias_mean,
+            ws.tensors(),
+            ws.implementation,
+            ws.chunk_rows,
+            ws.tile_columns,
+            ws.row_stride,
+            ws.host_reads,
+            ws.skips_dead_chunks,
+            logit_scale,
+            soft_cap,
+            0.0 if d_pace is None else d_pace.alpha,
+            0.0 if teacher is None else teacher.weight,
+            with_rank,
+            with_grad,
         )
+        return ws.loss_sum.clone()  # the caller's own: the next forward overwrites the workspace's
 
     @staticmethod
     @once_differentiable
@@ -333,9 +286,15 @@ class _FusedLmHeadLoss(torch.autograd.Function):
                 "the workspace of fused_lm_head_loss was used by another forward before this backward; run the "
                 "backward first, or give each live loss a workspace of its own"
             )
-        # A fresh tensor: a leaf could keep a view of the workspace as its .grad, and the next step would overwrite it.
-        grad_hidden = ws.grad_hidden[: ctx.num_rows] * grad_loss.to(ws.grad_hidden.dtype)
-        return grad_hidden, None, None, None, None, None, None, None
+        if ws.spent:
+            raise RuntimeError(
+                "the gradient rows of this loss were lent to an earlier backward (lend_grad); run the forward again"
+            )
+        grad_hidden, row_weights = ws.grad_hidden[: ctx.num_rows], ws.row_weights[: ctx.num_rows]
+        ws.spent = ctx.lend_grad
+        out = None if ctx.lend_grad else torch.empty_like(grad_hidden)
+        _backward(grad_hidden, row_weights, grad_loss, out, ws.implementation)
+        return (grad_hidden if out is None else out, *[None] * 13)
 
 
 def fused_lm_head_loss(
@@ -347,8 +306,14 @@ def fused_lm_head_loss(
     *,
     workspace: LmHeadLossWorkspace,
     with_rank: bool = False,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+    d_pace: DPace | None = None,
+    teacher: Teacher | None = None,
+    lend_grad: bool = False,
 ) -> Tensor:
-    """Sum of w_i * nll_i over rows, differentiable in `hidden`; no allocation of it depends on the data.
+    """Sum of w_i * loss_i over rows, differentiable in `hidden`; no allocation of it depends on the data.
 
     A row counts if it is below `num_rows`, its label lies in [0, V) and its weight is not 0. Others give exact zeros
     whatever they hold, NaN included. No label is used as an index before that check; `check_labels` refuses wrong ones.
@@ -357,8 +322,15 @@ def fused_lm_head_loss(
         hidden: (R, D) rows. head_weight: (V, D), same dtype, frozen; a reduced head is a smaller V.
         labels: (R,) int64. weights: (R,) float32.
         num_rows: live rows, a prefix; an int or an integer scalar tensor; None is all.
-        workspace: receives nll, logsumexp, label_rank (R,) and weight_sum (), see `LmHeadLossWorkspace`.
+        workspace: receives the statistics, see `LossBuffers`.
         with_rank: True fills label_rank with the full rank; False with 0 where the label is the argmax, else NO_RANK.
+            In plain torch a logit is greater than the label's only if it is so by more than their rounding.
+        bias: (V,) float32 (float64 for float64 rows), added to W x.
+        logit_scale: positive factor of W x + b. soft_cap: c in z = c tanh(logit_scale (W x + b) / c); None is none.
+        d_pace: weights of the rows; `weights` then only says which rows count.
+        teacher: mixes in the KL against the target. Not with a soft_cap.
+        lend_grad: the backward hands out the workspace's own gradient rows instead of a new tensor. Only where nothing
+            that keeps its gradient (a leaf, or a view of one) receives them unchanged; one backward only.
 
     Returns:
         () float32 (float64 for float64 rows).
@@ -367,9 +339,13 @@ def fused_lm_head_loss(
         TypeError, ValueError: an argument has the wrong dtype, shape, device or strides, or does not fit the workspace.
         RuntimeError: in the backward, if the workspace was used again in between.
     """
-    _check(hidden, head_weight, labels, weights, num_rows, workspace)
+    check_arguments(hidden, head_weight, labels, weights, num_rows, workspace)
+    check_options(hidden.shape[0], workspace, bias, logit_scale, soft_cap, d_pace, teacher)
+    if lend_grad and hidden.is_leaf and hidden.requires_grad:
+        raise ValueError("lend_grad would make the workspace's memory the .grad of hidden, a leaf. Leave it out")
     with_grad = hidden.requires_grad and torch.is_grad_enabled()
     loss: Tensor = _FusedLmHeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, head_weight, labels, weights, num_rows, workspace, with_rank, with_grad
-    )
+        hidden, head_weight, labels, weights, num_rows, workspace, bias, logit_scale, soft_cap, d_pace, teacher,
+        with_rank, with_grad, lend_grad,
+    )  # fmt: skip
     return loss

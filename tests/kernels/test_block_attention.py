@@ -10,9 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_graph.kernels.block_attention import BlockAttentionWorkspace, block_attention, make_tiles, make_workspace
+from dflash_graph.kernels.block_attention import BlockAttentionWorkspace, block_attention, make_workspace
+from dflash_graph.kernels.block_attention_tiles import make_tiles
 
 SCALE = 0.3
 
@@ -53,7 +57,7 @@ def make_inputs(layout: Layout, heads: Heads, dtype: torch.dtype = torch.float64
 
 
 def workspace_for(
-    layout: Layout, heads: Heads, dtype: torch.dtype = torch.float64, *, sync_free: bool = False, **options: int
+    layout: Layout, heads: Heads, dtype: torch.dtype = torch.float64, *, sync_free: bool = False, **options: Any
 ) -> BlockAttentionWorkspace:
     """`sync_free` takes the path of devices whose values the host must not read."""
     return make_workspace(
@@ -70,13 +74,9 @@ def workspace_for(
     )
 
 
-def dense_attention(
-    inputs: Sequence[Tensor], layout: Layout, *, causal: bool, window: int | None, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """Every query against every key of the job, with the visibility rule spelled out as one boolean array."""
-    q, k_context, v_context, k_block, v_block = (x.to(dtype) for x in inputs)
-    total, k, heads, _ = q.shape
-    tokens, group, live = layout.num_tokens, heads // k_block.shape[2], len(layout.anchors)
+def visible_keys(layout: Layout, k: int, *, causal: bool, window: int | None) -> Tensor:
+    """(live anchors, K, T + live * K) bool: what each query sees of all positions and all blocks' own keys."""
+    tokens, live = layout.num_tokens, len(layout.anchors)
     visible = torch.zeros(live, k, tokens + live * k, dtype=torch.bool)
     for a, (row, position) in enumerate(layout.anchors):
         first = sum(layout.rows[:row])
@@ -85,12 +85,36 @@ def dense_attention(
                 visible[a, i, first + p] = window is None or position + i - p < window
             for j in range(k):
                 visible[a, i, tokens + a * k + j] = j <= i or not causal
+    return visible
+
+
+def all_keys(inputs: Sequence[Tensor], live: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of live blocks (live, K, H, E); keys and values of all positions and live blocks (T + live*K, H, E)."""
+    q, k_context, v_context, k_block, v_block = inputs
+    group = q.shape[2] // k_block.shape[2]
     keys = torch.cat([k_context, k_block[:live].flatten(0, 1)]).repeat_interleave(group, 1)
     values = torch.cat([v_context, v_block[:live].flatten(0, 1)]).repeat_interleave(group, 1)
-    scores = torch.einsum("akhe,jhe->akhj", q[:live], keys) * SCALE
+    return q[:live], keys, values
+
+
+def dense_attention(inputs: Sequence[Tensor], layout: Layout, *, causal: bool, window: int | None) -> Tensor:
+    """Every query against every key of the job in float64, with the visibility rule spelled out as a boolean array."""
+    live, (total, k, *_) = len(layout.anchors), inputs[0].shape
+    q, keys, values = all_keys([x.double() for x in inputs], live)
+    visible = visible_keys(layout, k, causal=causal, window=window)
+    scores = torch.einsum("akhe,jhe->akhj", q, keys) * SCALE
     probs = scores.masked_fill(~visible[:, :, None], float("-inf")).softmax(-1)
     out = torch.einsum("akhj,jhe->akhe", probs, values)
     return torch.cat([out, out.new_zeros(total - live, *out.shape[1:])])
+
+
+def stock_attention(inputs: Sequence[Tensor], layout: Layout, *, causal: bool, window: int | None) -> Tensor:
+    """Torch's own attention with a dense mask, in the dtype of the inputs; no dead blocks."""
+    q, keys, values = all_keys(inputs, len(layout.anchors))
+    mask = visible_keys(layout, q.shape[1], causal=causal, window=window).flatten(0, 1)
+    rows, keys, values = (x[None].transpose(1, 2) for x in (q.flatten(0, 1), keys, values))
+    out = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=SCALE)
+    return out.transpose(1, 2).reshape(q.shape)
 
 
 def run(
@@ -139,6 +163,7 @@ LAYOUTS = {
         rows=(7, 20, 5, 11), anchors=((0, 2), (1, 3), (1, 17), (2, 4), (3, 8), (3, 9)), padding=6
     ),
     "rows shorter than a block": Layout(rows=(1, 2, 1, 2), anchors=((0, 0), (1, 1), (2, 0), (3, 0), (3, 1))),
+    "the very first and the very last position": Layout(rows=(5, 6, 4), anchors=((0, 0), (2, 3))),
     "row starts, no context at all": Layout(rows=(5, 6), anchors=((0, 0), (1, 0))),
     "row starts and last positions": Layout(rows=(5, 6, 4), anchors=((0, 0), (0, 4), (1, 0), (1, 5), (2, 0), (2, 3))),
     "every position": Layout(rows=(9, 2, 14), anchors=EVERY, dead=3),
@@ -163,7 +188,7 @@ def test_sliding_window(name: str, window: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("dim", [8, 64])
+@pytest.mark.parametrize("dim", [8, 64, 96, 128, 256])
 def test_head_shapes(group: int, dim: int) -> None:
     assert_equals_dense(LAYOUTS["every position"], Heads(k=4, heads=2 * group, kv_heads=2, dim=dim), window=6)
 
@@ -173,15 +198,15 @@ def test_block_sizes(k: int) -> None:
     assert_equals_dense(LAYOUTS["every position"], Heads(k=k), causal=True, window=5)
 
 
-@pytest.mark.parametrize("tile_anchors", [1, 2, 5, 64])
-@pytest.mark.parametrize("score_bytes", [1, 3000, 2**22])  # one anchor a tile, a few, as many as allowed
-def test_tile_sizes(tile_anchors: int, score_bytes: int) -> None:
-    options = {"tile_anchors": tile_anchors, "score_bytes": score_bytes}
+@pytest.mark.parametrize("hidden_scores", [0, 200, 1000, 10**6])  # one anchor a tile, a few, as many as allowed
+@pytest.mark.parametrize("score_bytes", [1, 3000, 2**22])
+def test_tile_sizes(hidden_scores: int, score_bytes: int) -> None:
+    options = {"hidden_scores": hidden_scores, "score_bytes": score_bytes}
     assert_equals_dense(LAYOUTS["every position"], Heads(), **options)
     assert_equals_dense(LAYOUTS["one row"], Heads(), window=8, max_context=39, **options)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=500, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_layouts(data: st.DataObject) -> None:
     rows = tuple(data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=5), label="rows"))
@@ -201,7 +226,7 @@ def test_random_layouts(data: st.DataObject) -> None:
         Heads(k=data.draw(st.integers(1, 5), label="k"), heads=kv_heads * group, kv_heads=kv_heads, dim=4),
         causal=data.draw(st.booleans(), label="causal"),
         window=data.draw(st.none() | st.integers(1, 30), label="window"),
-        tile_anchors=data.draw(st.integers(1, 9), label="tile_anchors"),
+        hidden_scores=data.draw(st.integers(0, 3000), label="hidden_scores"),
     )
 
 
@@ -239,29 +264,32 @@ def test_positions_outside_every_context_are_not_read_on_the_cpu() -> None:
     assert all(bool(x.isfinite().all()) for x in (out, *grads))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def relative_errors(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    return [((o.double() - e).norm() / e.norm()).item() for o, e in zip(ours, exact, strict=True)]
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 6)])
+@pytest.mark.parametrize("name", ["one row", "every position of three rows", "all anchors equal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1.0, 30.0])  # 30: exp(score) overflows without a maximum
-def test_error_in_lower_precision(dtype: torch.dtype, size: float) -> None:
-    layout, heads = LAYOUTS["every position"], Heads(dim=64)
+def test_error_in_lower_precision(dtype: torch.dtype, size: float, name: str, causal: bool, window: int | None) -> None:
+    layout = Layout(rows=(9, 2, 14), anchors=EVERY) if name.startswith("every") else LAYOUTS[name]
+    heads = Heads(dim=64)
     inputs = make_inputs(layout, heads, dtype)
     with torch.no_grad():
         inputs[0] *= size
-    truth = dense_attention(inputs, layout, causal=False, window=None)
-    plain = dense_attention(inputs, layout, causal=False, window=None, dtype=dtype)
-    ours = run(inputs, layout, workspace_for(layout, heads, dtype))
+    truth = dense_attention(inputs, layout, causal=causal, window=window)
+    stock = stock_attention(inputs, layout, causal=causal, window=window)
+    ours = run(inputs, layout, workspace_for(layout, heads, dtype), causal=causal, window=window)
     grad = torch.randn_like(ours)
     exact = [truth, *torch.autograd.grad(truth, inputs, grad.double())]
-    for e, p, o in zip(
-        exact,
-        [plain, *torch.autograd.grad(plain, inputs, grad)],
-        [ours, *torch.autograd.grad(ours, inputs, grad)],
-        strict=True,
-    ):
-        assert o.dtype == dtype
-        norm = e.double().norm()
-        error, reference = (o.double() - e.double()).norm() / norm, (p.double() - e.double()).norm() / norm
-        # The backward recomputes probabilities from a rounded logsumexp, which huge scores show in float32.
-        assert error < (1e-5 if dtype == torch.float32 else 2 * reference)
+    results = [[x, *torch.autograd.grad(x, inputs, grad)] for x in (ours, stock)]
+    assert all(x.dtype == dtype for x in results[0])
+    errors, allowed = (relative_errors(x, exact) for x in results)
+    if dtype == torch.float32 and size == 1.0:  # scores of hundreds carry rounding errors of 1e-5 themselves
+        assert max(errors) < 1e-5
+    else:
+        assert all(e <= 2 * a for e, a in zip(errors, allowed, strict=True)), (errors, allowed)
 
 
 def test_repeats_are_bitwise_equal_and_layers_share_a_workspace() -> None:
@@ -279,12 +307,66 @@ def test_repeats_are_bitwise_equal_and_layers_share_a_workspace() -> None:
 
 
 def allocations(step: Any) -> list[int]:
-    """Bytes of every allocation of a call by torch's CPU allocator, in order."""
+    """Bytes of every allocation of a call by torch's CPU allocator, in order; nothing may stay allocated."""
     step()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         step()
     events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
-    return [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0]
+    changes = [e.nbytes() for e in events if e.name() == "[memory]"]
+    assert sum(changes) == 0
+    return [change for change in changes if change > 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_keep_their_schema_and_trace_as_one_node(dtype: torch.dtype) -> None:
+    layout, heads = LAYOUTS["every position"], Heads()
+    ws = workspace_for(layout, heads, dtype)
+    inputs = [x.detach() for x in make_inputs(layout, heads, dtype)]
+    where = [*layout.indices(), torch.tensor(len(layout.anchors))]
+    out = torch.zeros_like(inputs[0])
+    stats = torch.zeros(ws.stats_shape(out.shape[0]))
+    options = (SCALE, True, 5, ws.most_cells, ws.most_hidden, ws.read_layout, ws.implementation)
+    # Autograd is the Function's; "aot_dispatch" would differentiate the operator itself.
+    checks = ("test_schema", "test_faketensor")
+    operators = torch.ops.dflash_graph
+    saved = [*inputs, *where, out, stats]
+    torch.library.opcheck(
+        operators.block_attention_forward.default, (saved[:8], out, stats, ws.scratch, *options), test_utils=checks
+    )
+    grads = [torch.zeros_like(x) for x in inputs]
+    torch.library.opcheck(
+        operators.block_attention_backward.default,
+        (saved, torch.randn_like(out), grads, ws.scratch, *options),
+        test_utils=checks,
+    )
+
+
+def test_fake_tensors_see_one_operator_each_way() -> None:
+    layout, heads = LAYOUTS["every position"], Heads()
+    seen: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not func.is_view:
+                seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Record():
+        inputs = make_inputs(layout, heads, torch.float32)
+        ws = workspace_for(layout, heads, torch.float32)
+        index = torch.zeros(inputs[0].shape[0], dtype=torch.int64)
+        seen.clear()
+        out = block_attention(
+            *inputs, index, index, num_anchors=torch.zeros((), dtype=torch.int64), scale=SCALE, causal=False,
+            sliding_window=None, workspace=ws,
+        )  # fmt: skip
+        grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert [g.shape for g in grads] == [x.shape for x in inputs]
+    assert [name for name in seen if name.startswith("dflash_graph::")] == [
+        "dflash_graph::block_attention_forward",
+        "dflash_graph::block_attention_backward",
+    ]
+    assert not any("mm" in name or "softmax" in name for name in seen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -311,24 +393,41 @@ def test_allocations_do_not_depend_on_the_layout(dtype: torch.dtype, window: int
     assert max(seen[0]) < 16 * 16 * 600  # no (A*K, T) mask, even of one byte each
 
 
+def cut(ends: list[int], starts: list[int], **limits: int | None) -> list[tuple[int, ...]]:
+    options: dict[str, Any] = {"block_size": 4, "window": None, "most_cells": 10**6, "most_hidden": 10**6} | limits
+    return [tuple(tile) for tile in make_tiles(ends, starts, **options)]
+
+
 def test_tiles_stay_in_a_row_within_their_limits() -> None:
     ends, starts = [3, 5, 9, 22, 25, 60, 61], [0, 0, 0, 20, 20, 20, 20]
-    tiles = make_tiles(ends, starts, block_size=4, window=None, most_anchors=3, most_cells=90)
-    assert [(t.first, t.last, t.start, t.stop) for t in tiles] == [
-        (0, 3, 0, 9),
-        (3, 5, 20, 25),  # a third anchor would make 3 * 40 cells
-        (5, 7, 20, 61),
+    assert cut(ends, starts, most_cells=90) == [  # a third anchor of the second row would make 3 * 40 cells
+        (0, 3, 0, 9, 0, 3),
+        (3, 5, 20, 25, 20, 22),
+        (5, 7, 20, 61, 20, 60),
     ]
-    assert [t.clear_stop for t in tiles] == [3, 22, 60]
-    assert all(t.clear_start == t.start for t in tiles)
-    assert make_tiles([7], [7], block_size=4, window=None, most_anchors=3, most_cells=90) == []
+    assert cut(ends, starts, most_hidden=10) == [  # three anchors that stop at 9 hide 6 + 4 cells
+        (0, 3, 0, 9, 0, 3),
+        (3, 5, 20, 25, 20, 22),
+        (5, 7, 20, 61, 20, 60),
+    ]
+    assert [tile[:2] for tile in cut(ends, starts, most_hidden=9)] == [(0, 2), (2, 3), (3, 5), (5, 7)]
+    assert [tile[:2] for tile in cut(ends, starts, most_cells=1)] == [(i, i + 1) for i in range(7)]
+    assert [tile[:2] for tile in cut([9, 5, 7], [0, 0, 0])] == [(0, 1), (1, 3)]  # not ascending
+    assert cut([], []) == []
+
+
+def test_anchors_without_context_cost_no_tile_of_their_own() -> None:
+    assert cut([0, 20, 40], [0, 20, 40]) == [(0, 3, 0, 0, 0, 0)]
+    assert cut([0, 20, 23, 40], [0, 20, 20, 40]) == [(0, 2, 0, 0, 0, 0), (2, 3, 20, 23, 20, 23), (3, 4) + (40,) * 4]
+    assert cut([3, 7], [0, 0], window=1) == [(0, 2, 3, 3, 3, 3)]
 
 
 def test_a_window_narrows_the_tiles_range() -> None:
-    (tile,) = make_tiles([50, 52], [0, 0], block_size=4, window=10, most_anchors=8, most_cells=10**6)
-    assert (tile.start, tile.stop) == (41, 52)
-    assert tile.clear_start == 46  # query 52 + 3 sees p > 45
-    assert tile.clear_stop == 50
+    assert cut([50, 52], [0, 0], window=10) == [
+        (0, 2, 41, 52, 46, 50)  # query 52 + 3 sees p > 45
+    ]
+    # The second anchor sees 55..63: positions 50..54 are nobody's and not in any tile.
+    assert [tile[2:4] for tile in cut([50, 64], [0, 0], window=10)] == [(41, 50), (55, 64)]
 
 
 @pytest.mark.parametrize(
@@ -377,3 +476,22 @@ def test_workspace_refuses_wrong_settings(change: dict[str, Any], error: type[Ex
     }
     with pytest.raises(error):
         make_workspace(**({**sizes, "dtype": torch.float32, "device": "cpu"} | change))
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 5)])
+@pytest.mark.parametrize("name", ["many rows, the last positions unused", "row starts and last positions", "none live"])
+def test_the_triton_implementation_agrees_and_keeps_no_scratch_of_torch(
+    name: str, causal: bool, window: int | None
+) -> None:
+    layout, heads = LAYOUTS[name], Heads(k=4, dim=16)
+    inputs = make_inputs(layout, heads, torch.float32)
+    ws = workspace_for(layout, heads, torch.float32, implementation="triton")
+    assert ws.nbytes() == inputs[0][..., 0].numel() * 4
+    truth = dense_attention(inputs, layout, causal=causal, window=window)
+    ours = run(inputs, layout, ws, causal=causal, window=window)
+    grad = torch.randn_like(ours)
+    expected = [truth.detach(), *(x.new_zeros(x.shape) for x in inputs)]
+    if layout.anchors:
+        expected[1:] = torch.autograd.grad(truth, inputs, grad.double())
+    for o, e in zip([ours, *torch.autograd.grad(ours, inputs, grad)], expected, strict=True):
+        torch.testing.assert_close(o.double(), e.double(), rtol=1e-5, atol=1e-5)
