@@ -738,7 +738,7 @@ def compile_cases() -> list[CompileCase]:
                         divisible=tuple(n for n, kind in signature.items() if kind.startswith("*")),
                         num_warps=tile.num_warps,
                         num_stages=tile.num_stages,
-                        may_spill=head_dim > 128,
+                        may_spill=head_dim > (64 if dtype == fp32 else 128),
                         tensor_cores=dtype != fp32,
                         chips=tuple(used_by),
                     )
