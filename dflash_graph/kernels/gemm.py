@@ -1,7 +1,7 @@
 """Matrix products of the plain-torch paths: oneDNN's for float32 on the CPU where torch has it, torch's own elsewhere.
 
 For float32 torch calls MKL, which on AMD processors reaches less than half of what oneDNN does (measured with torch
-2.13 on one core of a Zen 4: 95-110 against 170-240 GFLOP/s, for every shape of a drafter step). Both are true float32
+2.13 on one core of an AMD EPYC with AVX-512: 95-110 against 170-240 GFLOP/s, for every shape of a drafter step). Both are true float32
 products. The oneDNN operator is the one torch's own compiler emits for linear layers; it has no `out=`, so results are
 new tensors. There is no gradient here: callers are `autograd.Function`s and mutating operators.
 """
@@ -9,7 +9,9 @@ new tensors. There is no gradient here: callers are `autograd.Function`s and mut
 import torch
 from torch import Tensor
 
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_ONEDNN = bool(torch.backends.mkldnn.is_available()) and hasattr(  # type: ignore[no-untyped-call]
+    torch.ops.mkldnn, "_linear_pointwise"
+)
 
 
 def _by_onednn(a: Tensor) -> bool:
