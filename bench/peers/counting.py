@@ -32,9 +32,9 @@ _FORMULAS = {
 }
 
 
-# oneDNN's GEMM, which torch does not count either: (..., K) x (N, K).
-def _linear(x: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * prod(x) * weight[0]
+# oneDNN's GEMM, which torch does not count either: (..., K) x (N, K), with or without a tensor added to the result.
+def _linear(x: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * prod(x) * int(out_shape[-1])
 
 
 if hasattr(torch.ops.mkldnn, "_linear_pointwise"):

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dflash_graph.kernels import fused_lm_head_loss_torch as torch_passes
+from dflash_graph.kernels import gemm
 from dflash_graph.kernels.backend import Operator
 from dflash_graph.kernels.fused_lm_head_loss_arguments import (
     DPace,
@@ -103,15 +104,19 @@ def _forward_body(
     _select_rows(labels, weights, host_rows if num_rows is None else num_rows, head_weight.shape[0], b)
     if teacher_rows is not None:
         b.source_rows[whole].copy_(teacher_rows).masked_fill_(b.ignored[whole], 0)
-    live = total
+    live, step = total, 1
     if skips_dead_chunks:
-        live = host_rows
+        live, most = host_rows, chunk_rows
         if num_rows is not None:
             live = min(total, max(0, int(num_rows)))  # sync: free on the CPU, the only device that skips
         num_chunks = max(1, -(-live // chunk_rows))
         chunk_rows = max(1, -(-live // num_chunks))  # equal: a last chunk of a few rows would read the head for them
+        if gemm.is_onednn(hidden.device, hidden.dtype):
+            step = gemm.ROW_STEP
+            chunk_rows = min(most, -(-chunk_rows // step) * step)
     for start in range(0, live, chunk_rows):
-        rows = slice(start, min(start + chunk_rows, live))
+        size = min(chunk_rows, -(-(live - start) // step) * step)  # the last chunk may take dead rows along
+        rows = slice(start, min(start + size, total))
         if implementation == "triton":
             _triton_chunk(hidden[rows], head_weight, bias, b, rows, options, row_stride)
         else:
@@ -313,7 +318,9 @@ def fused_lm_head_loss(
     teacher: Teacher | None = None,
     lend_grad: bool = False,
 ) -> Tensor:
-    """Sum of w_i * loss_i over rows, differentiable in `hidden`; no allocation of it depends on the data.
+    """Sum of w_i * loss_i over rows, differentiable in `hidden`.
+
+    No allocation depends on the data, but for the products of live rows on the CPU in float32 (`gemm`).
 
     A row counts if it is below `num_rows`, its label lies in [0, V) and its weight is not 0. Others give exact zeros
     whatever they hold, NaN included. No label is used as an index before that check; `check_labels` refuses wrong ones.

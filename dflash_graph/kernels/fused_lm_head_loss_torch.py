@@ -7,7 +7,7 @@ where ref is the greatest logit of the first tile or the label's, raised (rest a
 exceeds it by a margin that float32 holds easily. With e_y = 2^(u_y - ref) and s = rest + e_y, at the end of the chunk,
     nll = log(rest + e_y) - log(e_y),   d nll / dx = acc / s - (rest / s) W_y,
 so 1 - p = rest / s is never the difference of two near numbers. Base 2 because the factor log2(e) costs nothing as the
-GEMM's alpha and exp2 takes a quarter of exp's time on the CPU.
+GEMM's alpha (or in the rows, scaled once a chunk) and exp2 takes a quarter of exp's time on the CPU.
 
 The label's logit is needed before its tile: it is a dot product of its own, which rounds differently from the GEMM. A
 logit counts as greater than the label's only when it is so by more than that rounding, so equal columns never do.
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dflash_graph.kernels import gemm
 from dflash_graph.kernels.fused_lm_head_loss_workspace import NO_RANK, LossBuffers
 
 _LOG2_E = 1 / math.log(2)
@@ -99,6 +100,7 @@ class _Chunk:
         # u = scale * (x.W + b); a soft-cap wants z / cap, everything else base 2.
         cap = options.soft_cap
         self.scale = options.logit_scale * (_LOG2_E if cap is None else 1 / cap)
+        self.scaled = hidden * self.scale if gemm.is_onednn(hidden.device, hidden.dtype) else None  # (c, D)
         self.cap = None if cap is None else cap * _LOG2_E
 
     def run(self) -> None:
@@ -106,8 +108,7 @@ class _Chunk:
         self._start()
         for start in range(0, vocab_size, tile_columns):
             columns = slice(start, min(start + tile_columns, vocab_size))
-            u = self.b.scratch[: len(self.labels) * (columns.stop - start)].view(len(self.labels), -1)
-            self._logits(columns, u)
+            u = self._logits(columns)
             self._write_labels(u, slice(None), start, -math.inf)
             self._reference(u, first=start == 0)
             self._terms(u, start)
@@ -146,21 +147,24 @@ class _Chunk:
         """Contiguous 16-bit memory of the shape of a tile."""
         return self.b.narrow.view(-1)[: u.numel()].view_as(u)
 
-    def _logits(self, columns: slice, u: Tensor) -> None:
+    def _logits(self, columns: slice) -> Tensor:
         """u = scale * (x.W + b), (c, t)."""
         tile = self.head_weight[columns].t()
         bias = None if self.bias is None else self.bias[columns]
+        if self.scaled is not None:
+            product = gemm.matmul(self.scaled, tile)
+            return product if bias is None else product.add_(bias, alpha=self.scale)
+        u = self.b.scratch[: len(self.labels) * tile.shape[1]].view(len(self.labels), -1)
         if not self.narrows:
             added, beta = (u, 0.0) if bias is None else (bias, self.scale)
-            torch.addmm(added, self.hidden, tile, beta=beta, alpha=self.scale, out=u)
-            return
+            return torch.addmm(added, self.hidden, tile, beta=beta, alpha=self.scale, out=u)
         if u.is_cuda:
             torch.mm(self.hidden, tile, out_dtype=u.dtype, out=u)
         else:  # the CPU has no GEMM from 16 to 32 bits
             u.copy_(torch.mm(self.hidden, tile, out=self._narrow(u)))
         if bias is not None:
             u.add_(bias)
-        u.mul_(self.scale)
+        return u.mul_(self.scale)
 
     def _write_labels(self, values: Tensor, block: slice, start: int, value: float) -> None:
         """Write `value` into the label's column of a tile's rows; rows whose label lies elsewhere keep theirs."""
@@ -223,6 +227,9 @@ class _Chunk:
     def _gradient(self, terms: Tensor, tile: Tensor, *, first: bool) -> None:
         """acc += terms @ tile, (c, D); written, not added, by the first tile."""
         acc = self.acc
+        if self.scaled is not None:
+            self.acc = gemm.matmul(terms, tile, plus=None if first else acc)
+            return
         if not self.narrows:
             torch.addmm(acc, terms, tile, beta=0 if first else 1, out=acc)
             return
@@ -265,7 +272,7 @@ class _Chunk:
             factor.mul_(torch.square(r.label_u, out=r.spare3).neg_().add_(1))
         acc.mul_(r.spare.reciprocal_().mul_(scale))
         acc.addcmul_(self._label_rows(), factor)
-        if self.narrows:
+        if self.narrows or self.scaled is not None:
             self.b.grad_hidden[self.rows].copy_(acc)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from dflash_graph.kernels import gemm
 from dflash_graph.kernels.backend import Implementation, choose_implementation
 
 IGNORE_INDEX = -100
@@ -17,9 +18,11 @@ NO_RANK = 2**62  # label_rank of rows that do not count or hold NaN, and of wron
 _ALIGN = 16  # elements; Triton's 128-bit accesses need rows that start at multiples of it
 _CPU_CHUNK_ROWS = 512  # of whole rows; measured at D 576, V 4,096-49,152: 1,024 gain under 2 %, 128 lose 5-25 %
 # Measured at D 576, V 49,152, one core: with 1,024 x 512 the GEMMs keep their best rate, 480 x 512 costs 4 % and
-# 480 x 1,024 2 % more time, 1,024 x 1,024 saves under 1 %. A tile stays in the cache from GEMM to GEMM.
+# 480 x 1,024 2 % more time, 1,024 x 1,024 saves under 1 %. A tile stays in the cache from GEMM to GEMM. oneDNN is so
+# much faster that reading and writing the gradient rows for every tile counts: it wants 1,024 columns.
 _CPU_TILE_ROWS = 1024
 _CPU_TILE_COLUMNS = 512
+_ONEDNN_TILE_COLUMNS = 1024
 _SPARE_ROWS = 256  # of a tile that have a second copy at once
 _GPU_TILE_COLUMNS = 8192  # plain torch on CUDA is a fallback; wide enough to keep launches few
 _GPU_MULTIPROCESSORS = 132  # H100, H200; tiles of 128 x 256 in the second GEMM
@@ -33,7 +36,7 @@ class LossBuffers:
     The results of a call with R rows are the first R entries; later entries are left alone.
     """
 
-    scratch: Tensor  # 1-D F: logits, then gradients, of C rows; at other times C rows of D
+    scratch: Tensor  # 1-D F: logits, then gradients, of C rows (not with oneDNN); at other times C rows of D
     spare: Tensor  # (rows, T) F, plain torch only
     narrow: Tensor  # (C, T) hidden dtype, plain torch with 16 bits only
     gathered: Tensor  # (C, D) hidden dtype, plain torch with 16 bits only
@@ -166,11 +169,12 @@ def make_workspace(
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     narrows = dtype.itemsize == 2
     cpu = device.type == "cpu"
+    onednn = gemm.is_onednn(device, dtype) and not triton  # its logits are tensors of its own
     if triton:
         tile, stride = vocab_size, -(-vocab_size // _ALIGN) * _ALIGN
     else:
-        tile = min(vocab_size, tile_columns or (_CPU_TILE_COLUMNS if cpu else _GPU_TILE_COLUMNS))
-        stride = tile
+        columns = _ONEDNN_TILE_COLUMNS if onednn else _CPU_TILE_COLUMNS if cpu else _GPU_TILE_COLUMNS
+        tile = stride = min(vocab_size, tile_columns or columns)
     rows = chunk_rows or choose_chunk_rows(
         num_rows=num_rows,
         hidden_size=hidden_size,
@@ -186,7 +190,7 @@ def make_workspace(
         return torch.zeros(shape, dtype=of, device=device)
 
     return LmHeadLossWorkspace(
-        scratch=zeros(rows * (stride if triton else max(tile, hidden_size))),
+        scratch=zeros(rows * (stride if triton else hidden_size if onednn else max(tile, hidden_size))),
         spare=zeros(min(tiled, _SPARE_ROWS), tile),
         narrow=zeros(tiled16, tile, of=dtype),
         gathered=zeros(tiled16, hidden_size, of=dtype),

@@ -1,10 +1,14 @@
 """Matrix products of the plain-torch paths: oneDNN's for float32 on the CPU where torch has it, torch's own elsewhere.
 
-For float32 torch calls MKL, which on AMD processors reaches less than half of what oneDNN does (measured with torch
-2.13 on one core of an AMD EPYC with AVX-512: 95-110 against 170-240 GFLOP/s, for every shape of a drafter step). Both are true float32
-products. The oneDNN operator is the one torch's own compiler emits for linear layers; it has no `out=`, so results are
+For float32 torch calls MKL, which on AMD processors reaches less than half of what oneDNN does (torch 2.13, one core of
+an AMD EPYC with AVX-512: 95-110 against 170-250 GFLOP/s at every shape of a drafter step). Both are true float32
+products. The oneDNN operator is the one that torch's compiler emits for linear layers; it has no `out=`, so results are
 new tensors. There is no gradient here: callers are `autograd.Function`s and mutating operators.
 """
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +18,25 @@ _ONEDNN = bool(torch.backends.mkldnn.is_available()) and hasattr(  # type: ignor
 )
 
 
+ROW_STEP = 128  # oneDNN keeps some 0.8 MB for each shape it has met: callers round row counts up that follow the data
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """What torch's `FlopCounterMode` needs as `custom_mapping` to count these products: it does not know oneDNN's."""
+
+    def linear(x: list[int], *args: Any, out_shape: list[int], **kwargs: Any) -> int:
+        return 2 * prod(x) * out_shape[-1]
+
+    return {torch.ops.mkldnn._linear_pointwise: linear} if _ONEDNN else {}
+
+
+def is_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this device and dtype are oneDNN's: new tensors, and memory kept for each shape."""
+    return _ONEDNN and dtype == torch.float32 and device.type == "cpu"
+
+
 def _by_onednn(a: Tensor) -> bool:
-    return _ONEDNN and a.dtype == torch.float32 and a.device.type == "cpu" and a.numel() > 0
+    return is_onednn(a.device, a.dtype) and a.numel() > 0
 
 
 def matmul(
