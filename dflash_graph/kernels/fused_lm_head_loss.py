@@ -117,15 +117,20 @@ def _forward_body(
     for start in range(0, live, chunk_rows):
         size = min(chunk_rows, -(-(live - start) // step) * step)  # the last chunk may take dead rows along
         rows = slice(start, min(start + size, total))
+        # In 16 bits the KL's gradient wants the product in 32: see kl_pass.
+        product = b.grad_hidden[rows]
+        if mean is not None and b.accumulated.numel():
+            product = b.accumulated[: product.shape[0]]
         if implementation == "triton":
-            _triton_chunk(hidden[rows], head_weight, bias, b, rows, options, row_stride)
+            _triton_chunk(hidden[rows], head_weight, bias, b, rows, options, row_stride, product)
         else:
             torch_passes.run_chunk(hidden[rows], head_weight, bias, b, rows, options)
         if mean is not None and entropy is not None:
             if implementation == "triton":
                 _triton_passes().kl_pass(
                     hidden[rows], mean, entropy, bias_mean, b.source_rows[rows], b.logsumexp[rows], b.counts[rows],
-                    b.grad_hidden[rows], b.kl[rows], logit_scale=logit_scale, kl_weight=kl_weight, with_grad=with_grad,
+                    product, b.grad_hidden[rows], b.kl[rows],
+                    logit_scale=logit_scale, kl_weight=kl_weight, with_grad=with_grad,
                 )  # fmt: skip
             else:
                 torch_passes.teacher_pass(hidden[rows], mean, entropy, bias_mean, b, rows, options)
@@ -165,9 +170,10 @@ def _triton_chunk(
     rows: slice,
     options: LossOptions,
     row_stride: int,
+    product: Tensor,
 ) -> None:
     """GEMM, row pass and GEMM over whole rows of one chunk; 16-bit gradients lie in the front half of their rows."""
-    passes, grad_hidden = _triton_passes(), b.grad_hidden[rows]
+    passes = _triton_passes()
     logits = b.scratch.as_strided((hidden.shape[0], head_weight.shape[0]), (row_stride, 1))
     narrow = hidden.dtype if hidden.dtype.itemsize == 2 else None
     if narrow is None:
@@ -182,7 +188,13 @@ def _triton_chunk(
         with_grad=options.with_grad, with_rank=options.with_rank, narrow=narrow,
     )  # fmt: skip
     if options.with_grad:
-        torch.mm(logits if narrow is None else passes.narrow_view(logits, narrow), head_weight, out=grad_hidden)
+        gradients = logits if narrow is None else passes.narrow_view(logits, narrow)
+        if product.dtype == gradients.dtype:
+            torch.mm(gradients, head_weight, out=product)
+        elif hidden.is_cuda:
+            torch.mm(gradients, head_weight, out_dtype=product.dtype, out=product)
+        else:
+            product.copy_(torch.mm(gradients, head_weight))
 
 
 def _weigh_blocks(trained_rows: Tensor, alpha: float, b: LossBuffers) -> None:

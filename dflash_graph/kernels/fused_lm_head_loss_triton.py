@@ -270,7 +270,8 @@ def _kl_kernel(
     rows_ptr,  # (C,) int64 into U
     lse_ptr,  # (C,) fp32
     counts_ptr,  # (C,) bool
-    grad_ptr,  # (C, D), read and written; None without a gradient
+    product_ptr,  # (C, D) fp32 or the gradient's dtype, perhaps the gradient itself; None without a gradient
+    grad_ptr,  # (C, D), written; None without a gradient
     kl_ptr,  # (C,) fp32
     hidden_size,
     logit_scale,
@@ -289,9 +290,9 @@ def _kl_kernel(
             m = tl.load(m_row_ptr + offs_d, mask=mask_d, other=0.0)
             dot += tl.load(x_row_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) * m
             if grad_ptr is not None:
-                g_row_ptr = grad_ptr + row * hidden_size
-                g = tl.load(g_row_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) - grad_scale * m
-                tl.store(g_row_ptr + offs_d, g.to(grad_ptr.dtype.element_ty), mask=mask_d)
+                product = tl.load(product_ptr + row * hidden_size + offs_d, mask=mask_d, other=0.0)
+                g = product.to(tl.float32) - grad_scale * m
+                tl.store(grad_ptr + row * hidden_size + offs_d, g.to(grad_ptr.dtype.element_ty), mask=mask_d)
         z = tl.sum(dot, 0)
         if bias_mean_ptr is not None:
             z += tl.load(bias_mean_ptr + teacher)
@@ -478,18 +479,21 @@ def kl_pass(
     rows: Tensor,  # (C,) int64 into U
     logsumexp: Tensor,  # (C,) fp32
     counts: Tensor,  # (C,) bool
-    grad_hidden: Tensor,  # (C, D), read and written with a gradient
+    product: Tensor,  # (C, D) gradient without the teacher's part, fp32 or as grad_hidden, which it may be
+    grad_hidden: Tensor,  # (C, D), written with a gradient
     kl: Tensor,  # (C,) fp32, written
     *,
     logit_scale: float,
     kl_weight: float,
     with_grad: bool,
 ) -> None:
-    """kl_i = logsumexp_i - logit_scale * (x_i . M_u + bias_mean_u) - H_u and grad_i -= kl_weight * logit_scale * M_u.
+    """kl_i = lse_i - logit_scale * (x_i . M_u + bias_mean_u) - H_u, grad_i = product_i - kl_weight * logit_scale * M_u.
+
+    The difference of two near vectors when target and drafter agree: a product rounded to 16 bits would spoil it.
 
     A row that does not count gets kl = 0; its gradient stays, and its entry of `rows` is not used.
     """
-    assert all(t.is_contiguous() for t in (hidden, mean, grad_hidden)), "rows of D must be dense"
+    assert all(t.is_contiguous() for t in (hidden, mean, product, grad_hidden)), "rows of D must be dense"
     num_rows, hidden_size = hidden.shape
     launch(
         _kl_kernel,
@@ -501,6 +505,7 @@ def kl_pass(
         rows,
         logsumexp,
         counts,
+        product if with_grad else None,
         grad_hidden if with_grad else None,
         kl,
         hidden_size,
@@ -633,6 +638,7 @@ def _hidden_cases(of: str) -> list[CompileCase]:
         "rows_ptr": "*i64",
         "lse_ptr": "*fp32",
         "counts_ptr": "*i1",
+        "product_ptr": "*fp32",
         "grad_ptr": f"*{of}",
         "kl_ptr": "*fp32",
         "hidden_size": "i32",

@@ -40,7 +40,7 @@ class LossBuffers:
     spare: Tensor  # (rows, T) F, plain torch only
     narrow: Tensor  # (C, T) hidden dtype, plain torch with 16 bits only
     gathered: Tensor  # (C, D) hidden dtype, plain torch with 16 bits only
-    accumulated: Tensor  # (C, D) F gradient rows of a chunk, plain torch with 16 bits only
+    accumulated: Tensor  # (C, D) F gradient rows of a chunk, with 16 bits only (Triton: with a teacher)
     row_stats: Tensor  # (9, C, 1) F, plain torch only
     row_columns: Tensor  # (2, C, 1) int64, plain torch only
     row_flags: Tensor  # (C, 1) bool, plain torch only
@@ -194,7 +194,7 @@ def make_workspace(
         spare=zeros(min(tiled, _SPARE_ROWS), tile),
         narrow=zeros(tiled16, tile, of=dtype),
         gathered=zeros(tiled16, hidden_size, of=dtype),
-        accumulated=zeros(tiled16, hidden_size),
+        accumulated=zeros(rows if narrows else 0, hidden_size),
         row_stats=zeros(9, tiled, 1),
         row_columns=zeros(2, tiled, 1, of=torch.int64),
         row_flags=zeros(tiled, 1, of=torch.bool),

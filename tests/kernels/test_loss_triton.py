@@ -417,7 +417,7 @@ class KlCase:
     def run(self, *, with_grad: bool = True) -> tuple[Tensor, Tensor]:
         grad, kl = self.grad.clone(), torch.full_like(self.lse, float("nan"))
         kernels.kl_pass(
-            self.hidden, self.mean, self.entropy, self.bias_mean, self.rows, self.lse, self.counts, grad, kl,
+            self.hidden, self.mean, self.entropy, self.bias_mean, self.rows, self.lse, self.counts, grad, grad, kl,
             logit_scale=1.3, kl_weight=0.4, with_grad=with_grad,
         )  # fmt: skip
         return grad, kl
@@ -435,6 +435,25 @@ def make_kl(size: int, dtype: torch.dtype = torch.float32, *, bias: bool = False
     case.hidden[1] = case.grad[1] = float("nan")
     case.lse[1] = float("nan")
     return KlCase(**{name: None if value is None else value.to(DEVICE) for name, value in vars(case).items()})
+
+
+def test_kl_gradient_in_16_bits_rounds_once() -> None:
+    """Target and drafter nearly agree: the difference of product and mean keeps its digits."""
+    case = make_kl(576, torch.float16)
+    live, u = case.counts, case.rows[case.counts]
+    product = torch.zeros(case.grad.shape, device=DEVICE)
+    product[live] = 0.52 * case.mean[u] + 1e-3 * torch.randn(int(live.sum()), 576, device=DEVICE)
+    grad, kl = torch.full_like(case.grad, float("nan")), torch.empty_like(case.lse)
+    kernels.kl_pass(
+        case.hidden, case.mean, case.entropy, None, case.rows, case.lse, case.counts, product, grad, kl,
+        logit_scale=1.3, kl_weight=0.4, with_grad=True,
+    )  # fmt: skip
+    truth = product[live].double() - 0.4 * 1.3 * case.mean[u].double()
+    error = (grad[live].double() - truth).norm() / truth.norm()
+    rounded = product.half()[live].double() - 0.4 * 1.3 * case.mean[u].double()
+    assert error < 1e-3
+    assert (rounded - truth).norm() / truth.norm() > 0.05  # what a 16-bit product would have cost
+    assert grad[~live].isnan().all()
 
 
 @pytest.mark.parametrize("size", [1, 12, 576, BLOCK, 2 * BLOCK + 16])
