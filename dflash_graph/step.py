@@ -301,6 +301,7 @@ class DrafterStep:
                 num_rows=self._ws["num_trained_rows"],
                 with_rank=True,
                 workspace=self._loss,
+                lend_grad=train,  # it goes to the final norm, which keeps no gradient
                 d_pace=self._d_pace(rows) if train else None,
                 teacher=self._kl_teacher(rows) if train else None,
             )

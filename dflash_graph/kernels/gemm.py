@@ -44,10 +44,13 @@ def matmul(
     b: Tensor,  # (k, m)
     *,
     plus: Tensor | None = None,  # (n, m)
+    spend: bool = False,
 ) -> Tensor:
-    """a @ b (+ plus), a new (n, m) tensor. Transposed views cost nothing."""
+    """a @ b (+ plus), (n, m): a new tensor, or with `spend` perhaps plus itself. Transposed views cost nothing."""
     if not _by_onednn(a):
-        return torch.mm(a, b) if plus is None else torch.addmm(plus, a, b)
+        if plus is None:
+            return torch.mm(a, b)
+        return torch.addmm(plus, a, b, out=plus) if spend else torch.addmm(plus, a, b)
     linear = torch.ops.mkldnn._linear_pointwise
     product: Tensor
     if plus is None:

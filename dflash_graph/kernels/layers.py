@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dflash_graph.kernels.gemm import matmul, matmul_into
 from dflash_graph.kernels.pointwise import (
     Pointwise,
     rms_norm,
@@ -30,7 +31,7 @@ def add_weight_grad(weight: Tensor, grad_out: Tensor, x: Tensor) -> None:
     into = weight.grad
     assert into is not None
     if into.dtype == x.dtype:
-        torch.addmm(into, grad_out.t(), x, out=into)
+        matmul_into(grad_out.t(), x, into, add=True)
     elif x.is_cuda:
         torch.addmm(into, grad_out.t(), x, out_dtype=into.dtype, out=into)
     else:  # the CPU has no product of 16-bit matrices with a wider result
@@ -39,9 +40,9 @@ def add_weight_grad(weight: Tensor, grad_out: Tensor, x: Tensor) -> None:
 
 def _back_project(grads: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Tensor:
     """Sum of grads[i] (rows, O_i) @ weights[i] (O_i, I), added up by the products: (rows, I)."""
-    total = torch.mm(grads[0], weights[0])
+    total = matmul(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        torch.addmm(total, grad, weight, out=total)
+        total = matmul(grad, weight, plus=total, spend=True)
     return total
 
 
@@ -50,14 +51,14 @@ class _Project(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(x)
-        return torch.mm(x, weight.t())
+        return matmul(x, weight.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         add_weight_grad(ctx.weight, grad, x)
-        return torch.mm(grad, ctx.weight) if ctx.needs_input_grad[0] else None, None
+        return matmul(grad, ctx.weight) if ctx.needs_input_grad[0] else None, None
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
@@ -71,14 +72,14 @@ class _AddProject(torch.autograd.Function):
     def forward(ctx: Any, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(x)
-        return torch.addmm(residual, x, weight.t())
+        return matmul(x, weight.t(), plus=residual)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         add_weight_grad(ctx.weight, grad, x)
-        return grad if ctx.needs_input_grad[0] else None, torch.mm(grad, ctx.weight), None
+        return grad if ctx.needs_input_grad[0] else None, matmul(grad, ctx.weight), None
 
 
 def add_project(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -125,14 +126,17 @@ class _NormProject(torch.autograd.Function):
         ctx.save_for_backward(x, rstd)
         outs: list[Tensor] = []
         for weight, room in zip(weights, rooms, strict=True):
+            rows = slice(0, x.shape[0])
             if behind is not None and not outs:
                 ctx.mark_dirty(behind)
-                outs.append(behind)
                 rows = slice(behind.shape[0] - x.shape[0], None)
-            else:
+                outs.append(behind)
+                matmul_into(y, weight.t(), behind[rows])
+            elif room:
                 outs.append(x.new_empty(x.shape[0] + room, weight.shape[0]))
-                rows = slice(0, x.shape[0])
-            torch.mm(y, weight.t(), out=outs[-1][rows])
+                matmul_into(y, weight.t(), outs[-1][rows])
+            else:
+                outs.append(matmul(y, weight.t()))
             ctx.rows.append(rows)
         if not carry:
             return tuple(outs)
@@ -194,18 +198,19 @@ class _Mlp(torch.autograd.Function):
         how: Pointwise,
     ) -> Tensor:
         y, rstd = rms_norm(x, norm_weight, how)
-        gate, up = torch.mm(y, w_gate.t()), torch.mm(y, w_up.t())
+        gate, up = matmul(y, w_gate.t()), matmul(y, w_up.t())
         ctx.norm_weight, ctx.weights, ctx.how = norm_weight, (w_gate, w_up, w_down), how
         ctx.save_for_backward(x, rstd, gate, up)
-        return torch.addmm(x, swiglu(gate, up, how), w_down.t())
+        return matmul(swiglu(gate, up, how), w_down.t(), plus=x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, gate, up = ctx.saved_tensors
         w_gate, w_up, w_down = ctx.weights
-        act, *inner = swiglu_backward(torch.mm(grad, w_down), gate, up, ctx.how)
+        act, *inner = swiglu_backward(matmul(grad, w_down), gate, up, ctx.how)
         add_weight_grad(w_down, grad, act)
+        del act
         y, unit = rms_norm_again(x, rstd, ctx.norm_weight, ctx.how)
         for weight, d in zip((w_gate, w_up), inner, strict=True):
             add_weight_grad(weight, d, y)

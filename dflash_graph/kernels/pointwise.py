@@ -163,16 +163,17 @@ def swiglu(gate: Tensor, up: Tensor, how: Pointwise) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, how: Pointwise) -> tuple[Tensor, Tensor, Tensor]:
-    """(silu(gate) * up, gradient of gate, gradient of up), all (rows, F). `grad` is overwritten.
+    """(silu(gate) * up, gradient of gate, gradient of up), all (rows, F), in the memory of grad, gate and up.
 
-    liger-kernel writes the gradients over gate and up, so autograd is told that their saved values are gone.
+    One temporary of their size. All three are overwritten, so autograd refuses a second backward over them.
     """
     if how.swiglu is not None:
         out = swiglu(gate, up, how)
         with torch.cuda.device_of(gate):  # type: ignore[no-untyped-call]
             dgate, dup = how.swiglu.swiglu_backward(gate, up, grad)
-        torch.autograd.graph.increment_version((gate, up))
+        torch.autograd.graph.increment_version((gate, up))  # liger-kernel writes past autograd's back
         return out, dgate, dup
-    act = torch.nn.functional.silu(gate)
-    dup = grad * act
-    return act.mul_(up), torch.ops.aten.silu_backward(grad.mul_(up), gate), dup
+    dgate = grad * up
+    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+    act = torch.nn.functional.silu(gate, inplace=True)
+    return up.mul_(act), dgate, grad.mul_(act)
