@@ -194,12 +194,13 @@ def check(results: Sequence[Result], reference: str) -> None:
 def run_shape(
     names: Sequence[str], shape: Shape, *, peers: Path, threads: int, rounds: int, reference: str
 ) -> list[Result]:
-    """All measures of the named contestants at one shape; `reference` must be among them and must run.
+    """All measures of the named contestants and the reference at one shape; the reference must run.
 
     Raises:
         ValueError: contestants disagree.
         WorkerFailed: a contestant failed after its first step, or the reference did.
     """
+    names = list(dict.fromkeys((*names, reference)))
     results = {name: Result(name=name) for name in names}
     with _started(names, shape, peers, threads) as workers, tempfile.TemporaryDirectory() as folder:
         running: dict[str, Worker] = {}
@@ -377,7 +378,8 @@ def run(
             results = run_shape(names, shape, peers=peers, threads=threads, rounds=rounds, reference=reference)
             entry[kind] = [r.to_dict() for r in results]
             print(f"\n{kind} at {shape}, R {shape.trained_rows}", format_table(results), sep="\n", flush=True)
-            lines += judge(results, ours, f"{kind} at {shape}")
+            if ours in names and len(results) > 1:
+                lines += judge(results, ours, f"{kind} at {shape}")
         report["shapes"].append(entry)
     notes = {r["name"]: r["note"] for entry in report["shapes"] for r in entry.get("step", ()) if r.get("note")}
     print("", *(f"{name}: {note}" for name, note in notes.items()), "", *lines, sep="\n")
@@ -398,6 +400,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--losses", default=",".join(LOSSES), help="contestants of the loss alone")
     parser.add_argument("--output", type=Path, default=ROOT / "bench/results/cpu_step.json")
     options = parser.parse_args(arguments)
+    for option, known in (("steps", STEPS), ("losses", LOSSES)):
+        unknown = set(getattr(options, option).split(",")) - {"", *known}
+        if unknown:
+            parser.error(f"--{option} must be among {', '.join(known)}; found {', '.join(sorted(unknown))}")
     report = run(
         [parse_shape(text) for text in options.shapes.split(",")],
         peers=options.peers,
