@@ -43,7 +43,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any)
         return
     seen.add(compiled.hash)
     code = read_machine_code(compiled.asm["cubin"], compiled.metadata.shared)
-    alike = [name for name, chips in TABLED.items() if chips[f"sm_{CHIP}"] == asdict(code)]
+    alike = [name for name, chips in TABLED.items() if chips.get(f"sm_{CHIP}") == asdict(code)]
     alike = [name for name in alike if name in CASES and CASES[name].kernel is kernel]
     print(f"{kernel.__name__} ({code.line()}) is {', '.join(alike) or 'not in the table'}", flush=True)
 
