@@ -349,8 +349,11 @@ before the step began."""
 
 
 def parse_shape(text: str) -> Shape:
-    """T x A x K, as "1024x64x16"."""
-    tokens, anchors, block_size = (int(part) for part in text.split("x"))
+    """T x A x K, as "1024x64x16"; T is a multiple of the row length, 1,024."""
+    numbers = text.split("x")
+    if len(numbers) != 3 or not all(n.isdecimal() and int(n) for n in numbers):
+        raise ValueError(f"a shape is T x A x K, as 1024x64x16; found {text!r}")
+    tokens, anchors, block_size = (int(n) for n in numbers)
     return Shape(num_tokens=tokens, num_anchors=anchors, block_size=block_size)
 
 
@@ -385,6 +388,9 @@ def run(
     print("", *(f"{name}: {note}" for name, note in notes.items()), "", *lines, sep="\n")
     report["verdict"] = [asdict(line) for line in lines]
     report["failed"] = sum(line.hard and not line.holds for line in lines)
+    report["missing"] = sorted({r["name"] for e in report["shapes"] for r in e.get("step", ()) if r.get("failed")})
+    if report["missing"]:
+        print(f"not verified against {', '.join(report['missing'])}: they did not run")
     return report
 
 
@@ -393,28 +399,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--peers", type=Path, default=ROOT / ".cache/peers", help="folder of the trainers' environments"
     )
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="T x A x K, separated by commas")
+    parser.add_argument(
+        "--shapes", default=",".join(SHAPES), help="T x A x K, separated by commas; T a multiple of 1,024"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed steps of each contestant")
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "2")))
     parser.add_argument("--steps", default=",".join(STEPS), help="contestants of the whole step")
     parser.add_argument("--losses", default=",".join(LOSSES), help="contestants of the loss alone")
     parser.add_argument("--output", type=Path, default=ROOT / "bench/results/cpu_step.json")
     options = parser.parse_args(arguments)
+    try:
+        shapes = [parse_shape(text) for text in options.shapes.split(",")]
+    except ValueError as error:
+        parser.error(str(error))
+    if options.rounds < 1 or options.threads < 1:
+        parser.error(f"--rounds and --threads must be at least 1; found {options.rounds} and {options.threads}")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     for option, known in (("steps", STEPS), ("losses", LOSSES)):
         unknown = set(getattr(options, option).split(",")) - {"", *known}
         if unknown:
             parser.error(f"--{option} must be among {', '.join(known)}; found {', '.join(sorted(unknown))}")
     report = run(
-        [parse_shape(text) for text in options.shapes.split(",")],
+        shapes,
         peers=options.peers,
         threads=options.threads,
         rounds=options.rounds,
         steps=[name for name in options.steps.split(",") if name],
         losses=[name for name in options.losses.split(",") if name],
     )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({"output": str(options.output), "hard_requirements_failed": report["failed"]}))
+    print(
+        json.dumps(
+            {"output": str(options.output), "hard_requirements_failed": report["failed"], "missing": report["missing"]}
+        )
+    )
 
 
 if __name__ == "__main__":

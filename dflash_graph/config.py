@@ -392,12 +392,28 @@ def _explain(error: pydantic.ValidationError) -> str:
     return "\n".join(lines)
 
 
+def _misplaced_bools(cls: type, values: Any, prefix: str = "") -> list[str]:
+    """Keys that want a number and hold true or false, which pydantic would read as 1 and 0."""
+    if not isinstance(values, dict):
+        return []
+    found = []
+    for f in fields(cls):
+        value = values.get(f.name)
+        if is_dataclass(f.type) and isinstance(f.type, type):
+            found += _misplaced_bools(f.type, value, f"{prefix}{f.name}.")
+        elif isinstance(value, bool) and "bool" not in str(f.type):
+            found.append(f"{prefix}{f.name}: must be a value of its own, not true or false; found {value}")
+    return found
+
+
 def config_from_dict(values: dict[str, Any]) -> Config:
     """Build and validate a `Config` from nested plain values.
 
     Raises:
         ValueError: an unknown, missing or invalid key; the message names each of them.
     """
+    if bools := _misplaced_bools(Config, values):
+        raise ValueError("invalid configuration:\n" + "\n".join(bools))
     try:
         return pydantic.TypeAdapter(Config).validate_python(values)
     except pydantic.ValidationError as error:

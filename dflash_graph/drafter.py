@@ -247,6 +247,8 @@ class Drafter(nn.Module):
             kernels, eps=spec.rms_norm_eps, device=embed_weight.device, dtype=embed_weight.dtype
         )
 
+    # Not traced: its backward adds weight gradients in place.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: BlockInputs) -> Tensor:  # (R, D)
         """Final-norm hidden states of the rows listed in `x.trained_rows`."""
         spec, embed = self.spec, self.embed_weight

@@ -651,3 +651,28 @@ def test_resident_memory_is_flat_over_500_steps() -> None:
             gc.collect()
             resident.append(process.memory_info().rss)
     assert max(resident[1:]) - resident[0] < 4 * 2**20, [r / 2**20 for r in resident]
+
+
+def test_frozen_parameters_stay_and_others_get_the_same_gradients() -> None:
+    frozen = ["fc.weight", "layers.0.self_attn.q_proj.weight", "layers.1.mlp.gate_proj.weight"]
+    frozen += ["layers.1.self_attn.k_norm.weight", "layers.1.input_layernorm.weight", "norm.weight"]
+    plain, toy = make_toy(), make_toy()
+    for name in frozen:
+        toy.parameters.leaves[name].requires_grad_(False)
+    before = toy.masters()
+    for each in (plain, toy):
+        each.accumulate(*jobs_of(each)[:2])
+    expected, found = plain.grads(), toy.grads()
+    for name, grad in found.items():
+        assert torch.equal(grad, torch.zeros_like(grad) if name in frozen else expected[name]), name
+        assert name not in frozen or expected[name].any()
+    toy.step.apply(1e-2)
+    assert all(torch.equal(toy.masters()[name], before[name]) for name in frozen)
+
+
+def test_gradients_that_were_unbound_are_missed_by_name_of_the_remedy() -> None:
+    toy = make_toy()
+    for leaf in toy.parameters.leaves.values():
+        leaf.grad = None
+    with pytest.raises(RuntimeError, match="zero_grads"):
+        toy.accumulate(jobs_of(toy)[0])

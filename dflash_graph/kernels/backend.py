@@ -5,6 +5,7 @@ where Triton is missing. Nothing here knows an operator's maths.
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 
 Implementation = Literal["torch", "triton"]
 
+_interpreter = threading.Lock()  # Triton's interpreter keeps the running program in globals
 _open = False  # a plain global, which torch.compile can trace past
 
 
@@ -41,9 +43,29 @@ def choose_implementation(
     if wanted == "triton" and device.type != "cuda" and not interpreting():
         raise ValueError(
             f"Triton kernels need a CUDA device, or TRITON_INTERPRET=1 set before Triton is imported; found {device}. "
-            "Use implementation='torch'"
+            "Use implementation='torch' (devices.kernels=torch)"
         )
     return wanted
+
+
+def check_count(name: str, count: Tensor | int, *, most: int, device: torch.device) -> None:
+    """Refuse a number of live rows or blocks that is not an integer, or an integer scalar on the operator's device.
+
+    A scalar elsewhere would be read once and stay what it was in a captured graph.
+
+    Raises:
+        TypeError, ValueError: what must hold and what was found.
+    """
+    if isinstance(count, Tensor):
+        if count.ndim or count.dtype not in (torch.int64, torch.int32) or count.device != device:
+            raise ValueError(
+                f"{name} must be an integer or an int64 or int32 scalar on {device}; found {count.dtype} of shape "
+                f"{tuple(count.shape)} on {count.device}"
+            )
+    elif isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} must be an integer or an integer scalar tensor; found {count!r}")
+    elif not 0 <= count <= most:
+        raise ValueError(f"{name} must lie in [0, {most}]; found {count}")
 
 
 class Operator:
@@ -95,6 +117,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if min(grid) < 1:
         return
     options["enable_fp_fusion"] = True
+    if interpreting():
+        with _interpreter:
+            kernel[grid](*args, **options)
+        return
     device = devices.pop()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

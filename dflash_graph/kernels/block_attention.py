@@ -12,6 +12,7 @@ The own keys are one small product per block, the context is cut into tiles (see
 The Triton kernels are in `block_attention_triton.py`, imported when they are first called.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +139,7 @@ def make_workspace(
         shape=(num_anchors, block_size, num_heads, num_key_value_heads, head_dim),
         num_tokens=num_tokens,
         dtype=dtype,
-        device=device,
+        device=scratch[0].device,  # with its index
         most_cells=most_cells,
         most_hidden=hidden_scores // queries,
         read_layout=read_layout,
@@ -360,8 +361,8 @@ def block_attention(
     """Attention of A blocks over their context and themselves, differentiable in the first five arguments.
 
     Blocks from `num_anchors` on give zeros and get zero gradients, whatever they hold. The sizes of all allocations
-    depend on shapes only. On the CPU the host reads the anchors; elsewhere nothing syncs, every tile spans all T
-    positions, and positions that nobody sees must hold finite keys and values.
+    depend on shapes only. Plain torch on the CPU reads the anchors on the host. Otherwise nothing syncs, anchors are
+    not checked, and positions between those that are seen must hold finite keys and values.
 
     Args:
         q: (A, K, H, E). k_block, v_block: (A, K, Hk, E). k_context, v_context: (T, Hk, E). One dtype, contiguous.
@@ -376,7 +377,7 @@ def block_attention(
 
     Raises:
         TypeError, ValueError: an argument has the wrong dtype, shape, device or strides, or does not fit the workspace;
-            on the CPU also if a live anchor lies outside [row_start, T).
+            where the host reads the anchors also if a live one lies outside [row_start, T).
     """
     _check(
         {"q": q, "k_block": k_block, "v_block": v_block},
@@ -384,8 +385,11 @@ def block_attention(
         {"anchors": anchors, "row_starts": row_starts},
         workspace,
     )
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window must be at least 1 or None; found {sliding_window}")
+    backend.check_count("num_anchors", num_anchors, most=q.shape[0], device=workspace.device)
+    if sliding_window is not None and not 1 <= sliding_window < 2**31:
+        raise ValueError(f"sliding_window must lie in [1, 2**31) or be None; found {sliding_window}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite; found {scale}")
     if not isinstance(num_anchors, Tensor):
         num_anchors = torch.full((), num_anchors, dtype=torch.int64, device=workspace.device)
     ws = workspace

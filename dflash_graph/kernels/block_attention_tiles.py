@@ -53,10 +53,10 @@ def make_tiles(
     starts = [_first_visible(anchor, start, window) for anchor, start in zip(anchors, row_starts, strict=True)]
     cuts, seen = [0], 0  # first anchor of each tile; cells that the last tile's anchors see
     for i, (anchor, start) in enumerate(zip(anchors, starts, strict=True)):
-        first, seen = cuts[-1], seen + anchor - start
+        first, before, seen = cuts[-1], seen, seen + anchor - start
         cells = (i + 1 - first) * (anchor - starts[first])
         joins = row_starts[i] == row_starts[first] and start <= anchors[i - 1] <= anchor
-        if i and seen and not (joins and cells <= min(most_cells, seen + most_hidden)):
+        if i and seen and not (before and joins and cells <= min(most_cells, seen + most_hidden)):
             cuts.append(i)
             seen = anchor - start
     tiles = []

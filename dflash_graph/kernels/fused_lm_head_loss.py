@@ -102,7 +102,8 @@ def _forward_body(
         host_reads=host_reads,
     )
     _select_rows(labels, weights, host_rows if num_rows is None else num_rows, head_weight.shape[0], b)
-    if teacher_rows is not None:
+    if teacher_rows is not None and entropy is not None:
+        _select_known(teacher_rows, entropy.shape[0], b)
         b.source_rows[whole].copy_(teacher_rows).masked_fill_(b.ignored[whole], 0)
     live, step = total, 1
     if skips_dead_chunks:
@@ -160,6 +161,17 @@ def _select_rows(labels: Tensor, weights: Tensor, num_rows: Tensor | int, vocab_
     torch.logical_not(counts, out=ignored)
     b.safe_labels[:n].copy_(labels).masked_fill_(ignored, 0)
     b.row_weights[:n].copy_(weights).masked_fill_(ignored, 0)
+
+
+def _select_known(teacher_rows: Tensor, positions: int, b: LossBuffers) -> None:
+    """Rows whose position the teacher does not know do not count either."""
+    n = teacher_rows.shape[0]
+    unknown = torch.lt(teacher_rows, 0, out=b.flags[:n])
+    for flags in (unknown, torch.ge(teacher_rows, positions)):
+        b.ignored[:n].logical_or_(flags)
+    torch.logical_not(b.ignored[:n], out=b.counts[:n])
+    b.safe_labels[:n].masked_fill_(b.ignored[:n], 0)
+    b.row_weights[:n].masked_fill_(b.ignored[:n], 0)
 
 
 def _triton_chunk(
@@ -314,6 +326,10 @@ class _FusedLmHeadLoss(torch.autograd.Function):
         return (grad_hidden if out is None else out, *[None] * 13)
 
 
+# The use of a workspace is checked call by call, which a trace would leave out.
+_apply = torch.compiler.disable(_FusedLmHeadLoss.apply)  # type: ignore[no-untyped-call]
+
+
 def fused_lm_head_loss(
     hidden: Tensor,
     head_weight: Tensor,
@@ -332,7 +348,8 @@ def fused_lm_head_loss(
 ) -> Tensor:
     """Sum of w_i * loss_i over rows, differentiable in `hidden`.
 
-    No allocation depends on the data, but for the products of live rows on the CPU in float32 (`gemm`).
+    No allocation depends on the data, but for the products of live rows on the CPU in float32 (`gemm`), which also
+    keeps some 0.8 MB for each R that it meets: call it with few.
 
     A row counts if it is below `num_rows`, its label lies in [0, V) and its weight is not 0. Others give exact zeros
     whatever they hold, NaN included. No label is used as an index before that check; `check_labels` refuses wrong ones.
@@ -360,10 +377,13 @@ def fused_lm_head_loss(
     """
     check_arguments(hidden, head_weight, labels, weights, num_rows, workspace)
     check_options(hidden.shape[0], workspace, bias, logit_scale, soft_cap, d_pace, teacher)
-    if lend_grad and hidden.is_leaf and hidden.requires_grad:
-        raise ValueError("lend_grad would make the workspace's memory the .grad of hidden, a leaf. Leave it out")
+    owner = hidden._base if hidden._is_view() else hidden
+    if lend_grad and owner is not None and owner.is_leaf and owner.requires_grad:
+        raise ValueError(
+            "lend_grad would make the workspace's memory the .grad of hidden, a leaf or a view of one. Leave it out"
+        )
     with_grad = hidden.requires_grad and torch.is_grad_enabled()
-    loss: Tensor = _FusedLmHeadLoss.apply(  # type: ignore[no-untyped-call]
+    loss: Tensor = _apply(
         hidden, head_weight, labels, weights, num_rows, workspace, bias, logit_scale, soft_cap, d_pace, teacher,
         with_rank, with_grad, lend_grad,
     )  # fmt: skip

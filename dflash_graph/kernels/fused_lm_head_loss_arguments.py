@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_graph.kernels.backend import check_count
 from dflash_graph.kernels.fused_lm_head_loss_workspace import IGNORE_INDEX, LmHeadLossWorkspace
 
 
@@ -18,7 +19,8 @@ class DPace:
 
     Attributes:
         alpha: in [0, 1]; 1 weighs row k by the number of counting rows from k on.
-        trained_rows: (R,) int64, block * K + k with k >= 1; distinct among the rows that count.
+        trained_rows: (R,) int64, block * K + k with k >= 1; distinct among the rows that count. Not checked: a place
+            outside the blocks is moved to their ends.
     """
 
     alpha: float
@@ -33,7 +35,7 @@ class Teacher:
         weight: share of the KL, in [0, 1].
         mean: (U, D) float32 (float64 for float64 rows), sum_v P_v W_v with the head of the call.
         entropy: (U,), nats.
-        rows: (R,) int64 into U; anything where the row does not count.
+        rows: (R,) int64 into U. A row whose entry lies outside [0, U) does not count, like one with a wrong label.
         bias_mean: (U,) sum_v P_v b_v; with a bias only.
     """
 
@@ -86,19 +88,16 @@ def check_arguments(
         raise TypeError(f"labels must be int64 and weights float32; found {labels.dtype} and {weights.dtype}")
     if head_weight.requires_grad:
         raise ValueError("head_weight must be frozen: it never gets a gradient here. Pass head_weight.detach()")
+    if weights.requires_grad:
+        raise ValueError("weights never get a gradient here. Pass weights.detach()")
     if rows[0] > ws.nll.shape[0] or hidden.shape[1] != ws.grad_hidden.shape[1] or head_weight.shape[0] != ws.vocab_size:
         raise ValueError(
             f"the workspace holds R <= {ws.nll.shape[0]}, D = {ws.grad_hidden.shape[1]}, V = {ws.vocab_size}; "
             f"found hidden {tuple(hidden.shape)} and head_weight {tuple(head_weight.shape)}. Make one for these shapes"
         )
     _check_tensors(ws, hidden=hidden, head_weight=head_weight, labels=labels, weights=weights)
-    if isinstance(num_rows, Tensor):
-        if num_rows.ndim != 0 or num_rows.is_floating_point():
-            raise ValueError(
-                f"num_rows must be an integer scalar; found {num_rows.dtype} of shape {tuple(num_rows.shape)}"
-            )
-    elif num_rows is not None and not 0 <= num_rows <= rows[0]:
-        raise ValueError(f"num_rows must lie in [0, {rows[0]}], the rows of hidden; found {num_rows}")
+    if num_rows is not None:
+        check_count("num_rows", num_rows, most=rows[0], device=ws.scratch.device)
 
 
 def _check_tensors(ws: LmHeadLossWorkspace, **tensors: Tensor) -> None:

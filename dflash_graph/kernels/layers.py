@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from dflash_graph.kernels.gemm import matmul, matmul_into
 from dflash_graph.kernels.pointwise import (
     Pointwise,
+    grad_of,
     rms_norm,
     rms_norm_again,
     rms_norm_backward,
@@ -27,9 +28,10 @@ from dflash_graph.kernels.pointwise import (
 
 
 def add_weight_grad(weight: Tensor, grad_out: Tensor, x: Tensor) -> None:
-    """weight.grad (O, I) += grad_out (rows, O)^T x (rows, I)."""
-    into = weight.grad
-    assert into is not None
+    """weight.grad (O, I) += grad_out (rows, O)^T x (rows, I); nothing for a frozen weight."""
+    if not weight.requires_grad:
+        return
+    into = grad_of(weight)
     if into.dtype == x.dtype:
         matmul_into(grad_out.t(), x, into, add=True)
     elif x.is_cuda:

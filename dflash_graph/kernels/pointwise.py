@@ -63,6 +63,20 @@ def choose(kernels: Implementation | None, *, eps: float, device: torch.device |
     )
 
 
+def grad_of(weight: Tensor) -> Tensor:
+    """weight.grad, which backward passes add to.
+
+    Raises:
+        RuntimeError: it is None.
+    """
+    if weight.grad is None:
+        raise RuntimeError(
+            "a drafter's gradients are views of flat buffers and must stay bound; found .grad None. Zero them with "
+            "FlatParameters.zero_grads(), not with zero_grad(set_to_none=True)"
+        )
+    return weight.grad
+
+
 # ---- RMSNorm: y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps) -----------------------------------------------
 
 
@@ -103,10 +117,11 @@ def rms_norm_backward(
         unit: u, if the caller has it.
         plus: (..., n) added to the result, the gradient of a residual that passes the norm by.
     """
-    assert weight.grad is not None
+    need_dw = weight.requires_grad
     if how.fused_norm:
-        dx, dw = torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, rstd, weight, [need_dx, True])
-        weight.grad.add_(dw)
+        dx, dw = torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, rstd, weight, [need_dx, need_dw])
+        if need_dw:
+            grad_of(weight).add_(dw)
         if not need_dx:
             return None
         fused: Tensor = dx if plus is None else dx.add_(plus)
@@ -114,7 +129,8 @@ def rms_norm_backward(
     size, wide = x.shape[-1], rstd.dtype
     grad, scale = grad.to(wide), weight.to(wide)
     product = (grad * x).view(-1, size)
-    weight.grad.addmv_(product.t(), rstd.view(-1))
+    if need_dw:
+        grad_of(weight).addmv_(product.t(), rstd.view(-1))
     if not need_dx:
         return None
     # Matrix-vector products read the rows once, where a product and its sum would also write them.

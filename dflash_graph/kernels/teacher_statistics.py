@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_graph.kernels.backend import Implementation, Operator, choose_implementation
+from dflash_graph.kernels.backend import Implementation, Operator, check_count, choose_implementation
 from dflash_graph.kernels.fused_lm_head_loss_workspace import choose_chunk_rows
 
 _STATISTICS_ROWS = 8  # rows of the plain version at once: its second buffer stays in the cache
@@ -319,14 +319,8 @@ def _check(
             raise ValueError(f"{name} must be on the workspace's device {ws.logits.device}; found {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous; found strides {tensor.stride()}. Copy it before the call")
-    if isinstance(num_rows, Tensor):
-        if num_rows.ndim != 0 or num_rows.is_floating_point() or num_rows.device != ws.logits.device:
-            raise ValueError(
-                f"num_rows must be an integer scalar on {ws.logits.device}; found {num_rows.dtype} of shape "
-                f"{tuple(num_rows.shape)} on {num_rows.device}. Copy the count there before the call"
-            )
-    elif num_rows is not None and not 0 <= num_rows <= total:
-        raise ValueError(f"num_rows must lie in [0, {total}], the rows of hidden; found {num_rows}")
+    if num_rows is not None:
+        check_count("num_rows", num_rows, most=total, device=ws.logits.device)
     if not math.isfinite(logit_scale):
         raise ValueError(f"logit_scale must be finite; found {logit_scale}")
 
