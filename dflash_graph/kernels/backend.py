@@ -6,7 +6,7 @@ where Triton is missing. Nothing here knows an operator's maths.
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 Implementation = Literal["torch", "triton"]
+
+CHIPS = (80, 90, 100)  # compute capabilities that the kernels are compiled for ahead of time; 90 is 9.0
 
 _interpreter = threading.Lock()  # Triton's interpreter keeps the running program in globals
 _open = False  # a plain global, which torch.compile can trace past
@@ -46,6 +48,32 @@ def choose_implementation(
             "Use implementation='torch' (devices.kernels=torch)"
         )
     return wanted
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What an operator over `dtype` computes and sums in: float64 for float64, else float32.
+
+    Raises:
+        TypeError: dtype is not float16, bfloat16, float32 or float64.
+    """
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"dtype must be float16, bfloat16, float32 or float64; found {dtype}")
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_tensors(device: torch.device, tensors: Mapping[str, Tensor | None]) -> None:
+    """Refuse named tensors that are not on the workspace's device or not contiguous; None is absent.
+
+    Raises:
+        ValueError: the first such tensor, by name.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on the workspace's device {device}; found {tensor.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous; found strides {tensor.stride()}. Copy it before the call")
 
 
 def check_count(name: str, count: Tensor | int, *, most: int, device: torch.device) -> None:
@@ -141,7 +169,7 @@ class CompileCase:
         divisible: arguments (pointers and integers) that are multiples of 16 at every launch.
         may_spill: registers may spill (recorded, not refused).
         tensor_cores: the code must hold tensor-core instructions.
-        chips: compute capabilities that use this configuration, 90 for 9.0.
+        chips: those of `CHIPS` that use this configuration.
     """
 
     name: str
@@ -153,4 +181,4 @@ class CompileCase:
     num_stages: int
     may_spill: bool = False
     tensor_cores: bool = False
-    chips: tuple[int, ...] = (80, 90, 100)
+    chips: tuple[int, ...] = CHIPS

@@ -53,7 +53,7 @@ class BlockAttentionWorkspace:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return backend.compute_dtype(self.dtype)
 
     def stats_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Of what the forward keeps per query: Triton its logsumexp, plain torch the shares of context and block."""
@@ -92,8 +92,7 @@ def make_workspace(
         TypeError: dtype is not float16, bfloat16, float32 or float64.
         ValueError: a size is not positive, H is not a multiple of Hk, or the implementation cannot run there.
     """
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"dtype must be float16, bfloat16, float32 or float64; found {dtype}")
+    compute = backend.compute_dtype(dtype)
     sizes = (num_anchors, block_size, num_tokens, num_heads, num_key_value_heads, head_dim)
     if min(sizes) < 1 or num_heads % num_key_value_heads:
         raise ValueError(
@@ -103,7 +102,6 @@ def make_workspace(
     device = torch.device(device)
     implementation = backend.choose_implementation(implementation, device, dtype)
     read_layout = device.type == "cpu" if read_layout is None else read_layout
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
     queries = block_size * num_heads
     longest = num_tokens if max_context is None or not read_layout else min(max_context, num_tokens)
     most_cells = max(longest, score_bytes // (compute.itemsize * queries))
@@ -337,10 +335,7 @@ def _check(
             raise TypeError(
                 f"{name} must be {dtype}; found {tensor.dtype}. Cast before the call, or remake the workspace"
             )
-        if tensor.device != ws.device:
-            raise ValueError(f"{name} must be on the workspace's device {ws.device}; found {tensor.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous; found strides {tensor.stride()}. Copy it before the call")
+    backend.check_tensors(ws.device, blocks | context | index)
 
 
 def block_attention(

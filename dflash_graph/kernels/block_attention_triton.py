@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_graph.kernels.backend import CompileCase, launch
+from dflash_graph.kernels.backend import CHIPS, CompileCase, launch
 
 _LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 _LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
@@ -121,6 +121,57 @@ def _absorb(q, keys, values, seen, row_max, row_sum, acc, scale_log2, MASKED: tl
     return new_max, row_sum, acc
 
 
+@triton.jit
+def _tile(
+    first_row,
+    live,
+    anchors_ptr,
+    row_starts_ptr,
+    num_tokens,
+    window,
+    kv_head,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Query rows of a tile: rows, their blocks and slots, which are alive, first and past-last position, head rows."""
+    rows = first_row + tl.arange(0, BLOCK_M)
+    blocks = rows // (K * GROUP)
+    slots = rows // GROUP
+    alive = blocks < live
+    start, upper = _bounds(anchors_ptr, row_starts_ptr, blocks, alive, num_tokens)
+    lower = tl.maximum(start, upper + slots % K - window + 1)
+    return rows, blocks, slots, alive, lower, upper, _head_rows(rows, kv_head, GROUP, KV_HEADS)
+
+
+@triton.jit
+def _own_keys(
+    k_ptr,
+    v_ptr,
+    own,
+    last_own,
+    blocks,
+    slots,
+    kv_head,
+    K: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Keys and values of the tile's own blocks from `own` on, and which of them each row sees."""
+    keys = own + tl.arange(0, EDGE)
+    offs = (keys.to(tl.int64) * KV_HEADS + kv_head) * E
+    seen = blocks[:, None] == (keys // K)[None, :]
+    if CAUSAL:
+        seen = seen & (keys[None, :] <= slots[:, None])
+    k = _load(k_ptr, offs, keys < last_own, E, BLOCK_E, True)
+    v = _load(v_ptr, offs, keys < last_own, E, BLOCK_E, True)
+    return k, v, seen
+
+
 @triton.jit(do_not_specialize=["total", "num_tokens", "window"])
 def _forward_kernel(
     q_ptr,  # (A, K, H, E)
@@ -151,13 +202,9 @@ def _forward_kernel(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     kv_head = tl.program_id(1)
     live = _live_blocks(num_anchors_ptr, total)
-    rows = first_row + tl.arange(0, BLOCK_M)
-    blocks = rows // (K * GROUP)
-    slots = rows // GROUP
-    alive = blocks < live
-    start, upper = _bounds(anchors_ptr, row_starts_ptr, blocks, alive, num_tokens)
-    lower = tl.maximum(start, upper + slots % K - window + 1)
-    head_rows = _head_rows(rows, kv_head, GROUP, KV_HEADS)
+    rows, blocks, slots, alive, lower, upper, head_rows = _tile(
+        first_row, live, anchors_ptr, row_starts_ptr, num_tokens, window, kv_head, K, GROUP, KV_HEADS, BLOCK_M
+    )
     q = _load(q_ptr, head_rows * E, alive, E, BLOCK_E, True)
     scale_log2 = scale * _LOG2_E
 
@@ -169,13 +216,9 @@ def _forward_kernel(
     first_own = first_row // (K * GROUP) * K
     last_own = tl.minimum((first_row + BLOCK_M - 1) // (K * GROUP) + 1, live) * K
     for own in range(first_own, last_own, EDGE):
-        keys = own + tl.arange(0, EDGE)
-        offs = (keys.to(tl.int64) * KV_HEADS + kv_head) * E
-        seen = blocks[:, None] == (keys // K)[None, :]
-        if CAUSAL:
-            seen = seen & (keys[None, :] <= slots[:, None])
-        k = _load(k_block_ptr, offs, keys < last_own, E, BLOCK_E, True)
-        v = _load(v_block_ptr, offs, keys < last_own, E, BLOCK_E, True)
+        k, v, seen = _own_keys(
+            k_block_ptr, v_block_ptr, own, last_own, blocks, slots, kv_head, K, KV_HEADS, E, BLOCK_E, CAUSAL, EDGE
+        )
         row_max, row_sum, acc = _absorb(q, k, v, seen, row_max, row_sum, acc, scale_log2, True, True)
 
     lo, hi = tl.min(tl.where(alive, lower, _FAR)), tl.max(tl.where(alive, upper, 0))
@@ -249,13 +292,9 @@ def _dq_kernel(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     kv_head = tl.program_id(1)
     live = _live_blocks(num_anchors_ptr, total)
-    rows = first_row + tl.arange(0, BLOCK_M)
-    blocks = rows // (K * GROUP)
-    slots = rows // GROUP
-    alive = blocks < live
-    start, upper = _bounds(anchors_ptr, row_starts_ptr, blocks, alive, num_tokens)
-    lower = tl.maximum(start, upper + slots % K - window + 1)
-    head_rows = _head_rows(rows, kv_head, GROUP, KV_HEADS)
+    rows, blocks, slots, alive, lower, upper, head_rows = _tile(
+        first_row, live, anchors_ptr, row_starts_ptr, num_tokens, window, kv_head, K, GROUP, KV_HEADS, BLOCK_M
+    )
     mask = rows < total * (K * GROUP)
     q = _load(q_ptr, head_rows * E, alive, E, BLOCK_E, True)
     grad = _load(grad_out_ptr, head_rows * E, alive, E, BLOCK_E, True)
@@ -269,13 +308,9 @@ def _dq_kernel(
     first_own = first_row // (K * GROUP) * K
     last_own = tl.minimum((first_row + BLOCK_M - 1) // (K * GROUP) + 1, live) * K
     for own in range(first_own, last_own, EDGE):
-        keys = own + tl.arange(0, EDGE)
-        offs = (keys.to(tl.int64) * KV_HEADS + kv_head) * E
-        seen = blocks[:, None] == (keys // K)[None, :]
-        if CAUSAL:
-            seen = seen & (keys[None, :] <= slots[:, None])
-        k = _load(k_block_ptr, offs, keys < last_own, E, BLOCK_E, True)
-        v = _load(v_block_ptr, offs, keys < last_own, E, BLOCK_E, True)
+        k, v, seen = _own_keys(
+            k_block_ptr, v_block_ptr, own, last_own, blocks, slots, kv_head, K, KV_HEADS, E, BLOCK_E, CAUSAL, EDGE
+        )
         dq = _add_dq(q, grad, k, v, seen, lse_log2, delta, dq, scale_log2, True)
 
     lo, hi = tl.min(tl.where(alive, lower, _FAR)), tl.max(tl.where(alive, upper, 0))
@@ -723,7 +758,7 @@ def compile_cases() -> list[CompileCase]:
         sizes = _Sizes(total=2048, block_size=16, group=4, kv_heads=8, head_dim=head_dim, num_tokens=16384, window=0)
         for i, kernel in enumerate(kernels):
             chips: dict[Launch, list[int]] = {}
-            for chip in (80, 90, 100):
+            for chip in CHIPS:
                 chips.setdefault(launches(head_dim, dtype, chip)[i], []).append(chip)
             for tile, used_by in chips.items():
                 name = f"block_attention{kernel.__name__.removesuffix('_kernel')}_{head_dim}_{element}"

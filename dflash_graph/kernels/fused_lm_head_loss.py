@@ -101,9 +101,9 @@ def _forward_body(
         tile_columns=tile_columns,
         host_reads=host_reads,
     )
-    _select_rows(labels, weights, host_rows if num_rows is None else num_rows, head_weight.shape[0], b)
-    if teacher_rows is not None and entropy is not None:
-        _select_known(teacher_rows, entropy.shape[0], b)
+    positions = None if teacher_rows is None or entropy is None else (teacher_rows, entropy.shape[0])
+    _select_rows(labels, weights, host_rows if num_rows is None else num_rows, head_weight.shape[0], positions, b)
+    if teacher_rows is not None:
         b.source_rows[whole].copy_(teacher_rows).masked_fill_(b.ignored[whole], 0)
     live, step = total, 1
     if skips_dead_chunks:
@@ -150,28 +150,25 @@ def _forward_body(
         _reduce(kl, kl_weight, total, b)
 
 
-def _select_rows(labels: Tensor, weights: Tensor, num_rows: Tensor | int, vocab_size: int, b: LossBuffers) -> None:
-    """Which rows count, their labels and weights; 0 elsewhere. No label is used as an index before this."""
+def _select_rows(
+    labels: Tensor,
+    weights: Tensor,
+    num_rows: Tensor | int,
+    vocab_size: int,
+    positions: tuple[Tensor, int] | None,  # the teacher's rows, and how many it knows
+    b: LossBuffers,
+) -> None:
+    """Which rows count, their labels and weights; 0 elsewhere. Nothing is used as an index before this."""
     n = labels.shape[0]
     counts, ignored, flags = b.counts[:n], b.ignored[:n], b.flags[:n]
     torch.lt(b.row_index[:n], num_rows, out=counts)
-    counts.logical_and_(torch.ge(labels, 0, out=flags))
-    counts.logical_and_(torch.lt(labels, vocab_size, out=flags))
+    for index, most in ((labels, vocab_size), *([] if positions is None else [positions])):
+        counts.logical_and_(torch.ge(index, 0, out=flags))
+        counts.logical_and_(torch.lt(index, most, out=flags))
     counts.logical_and_(torch.ne(weights, 0, out=flags))
     torch.logical_not(counts, out=ignored)
     b.safe_labels[:n].copy_(labels).masked_fill_(ignored, 0)
     b.row_weights[:n].copy_(weights).masked_fill_(ignored, 0)
-
-
-def _select_known(teacher_rows: Tensor, positions: int, b: LossBuffers) -> None:
-    """Rows whose position the teacher does not know do not count either."""
-    n = teacher_rows.shape[0]
-    unknown = torch.lt(teacher_rows, 0, out=b.flags[:n])
-    for flags in (unknown, torch.ge(teacher_rows, positions)):
-        b.ignored[:n].logical_or_(flags)
-    torch.logical_not(b.ignored[:n], out=b.counts[:n])
-    b.safe_labels[:n].masked_fill_(b.ignored[:n], 0)
-    b.row_weights[:n].masked_fill_(b.ignored[:n], 0)
 
 
 def _triton_chunk(
@@ -188,12 +185,7 @@ def _triton_chunk(
     passes = _triton_passes()
     logits = b.scratch.as_strided((hidden.shape[0], head_weight.shape[0]), (row_stride, 1))
     narrow = hidden.dtype if hidden.dtype.itemsize == 2 else None
-    if narrow is None:
-        torch.mm(hidden, head_weight.t(), out=logits)
-    elif hidden.is_cuda:
-        torch.mm(hidden, head_weight.t(), out_dtype=logits.dtype, out=logits)
-    else:  # the interpreter's case: the CPU has no GEMM from 16 to 32 bits
-        logits.copy_(torch.mm(hidden, head_weight.t()))
+    gemm.matmul_into(hidden, head_weight.t(), logits)
     passes.row_pass(
         logits, b.safe_labels[rows], b.counts[rows], bias, b.nll[rows], b.logsumexp[rows], b.label_rank[rows],
         logit_scale=options.logit_scale, soft_cap=options.soft_cap, label_share=1 - options.kl_weight,
@@ -201,12 +193,7 @@ def _triton_chunk(
     )  # fmt: skip
     if options.with_grad:
         gradients = logits if narrow is None else passes.narrow_view(logits, narrow)
-        if product.dtype == gradients.dtype:
-            torch.mm(gradients, head_weight, out=product)
-        elif hidden.is_cuda:
-            torch.mm(gradients, head_weight, out_dtype=product.dtype, out=product)
-        else:
-            product.copy_(torch.mm(gradients, head_weight))
+        gemm.matmul_into(gradients, head_weight, product)
 
 
 def _weigh_blocks(trained_rows: Tensor, alpha: float, b: LossBuffers) -> None:

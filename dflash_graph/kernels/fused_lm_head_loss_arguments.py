@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_graph.kernels.backend import check_count
+from dflash_graph.kernels.backend import check_count, check_tensors
 from dflash_graph.kernels.fused_lm_head_loss_workspace import IGNORE_INDEX, LmHeadLossWorkspace
 
 
@@ -95,17 +95,10 @@ def check_arguments(
             f"the workspace holds R <= {ws.nll.shape[0]}, D = {ws.grad_hidden.shape[1]}, V = {ws.vocab_size}; "
             f"found hidden {tuple(hidden.shape)} and head_weight {tuple(head_weight.shape)}. Make one for these shapes"
         )
-    _check_tensors(ws, hidden=hidden, head_weight=head_weight, labels=labels, weights=weights)
+    given = {"hidden": hidden, "head_weight": head_weight, "labels": labels, "weights": weights}
+    check_tensors(ws.scratch.device, given)
     if num_rows is not None:
         check_count("num_rows", num_rows, most=rows[0], device=ws.scratch.device)
-
-
-def _check_tensors(ws: LmHeadLossWorkspace, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.device != ws.scratch.device:
-            raise ValueError(f"{name} must be on the workspace's device {ws.scratch.device}; found {tensor.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous; found strides {tensor.stride()}. Copy it before the call")
 
 
 def check_options(
@@ -154,4 +147,4 @@ def check_options(
     for name, tensor in indices.items():
         if tensor.shape != (rows,) or tensor.dtype != torch.int64:
             raise ValueError(f"{name} must be int64 of shape ({rows},); found {tensor.dtype} of {tuple(tensor.shape)}")
-    _check_tensors(ws, **{name: tensor for name, (tensor, _) in floats.items()}, **indices)
+    check_tensors(ws.scratch.device, {name: tensor for name, (tensor, _) in floats.items()} | indices)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_graph.kernels import gemm
-from dflash_graph.kernels.backend import Implementation, choose_implementation
+from dflash_graph.kernels.backend import Implementation, choose_implementation, compute_dtype
 
 IGNORE_INDEX = -100
 NO_RANK = 2**62  # label_rank of rows that do not count or hold NaN, and of wrong rows when ranks were not asked for
@@ -89,6 +89,11 @@ class LmHeadLossWorkspace(LossBuffers):
         return sum(t.nbytes for t in self.tensors())
 
 
+def aligned_stride(vocab_size: int) -> int:
+    """Elements from one row of logits to the next where Triton passes over them."""
+    return -(-vocab_size // _ALIGN) * _ALIGN
+
+
 def choose_chunk_rows(
     *,
     num_rows: int,
@@ -149,8 +154,7 @@ def make_workspace(
         TypeError: dtype is not float16, bfloat16, float32 or float64.
         ValueError: a size is not positive (num_rows: negative), or the implementation cannot run here.
     """
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"dtype must be float16, bfloat16, float32 or float64; found {dtype}")
+    stats = compute_dtype(dtype)
     sizes = {
         "hidden_size": hidden_size, "vocab_size": vocab_size, "chunk_rows": chunk_rows, "tile_columns": tile_columns,
         "num_blocks": num_blocks, "block_size": block_size,
@@ -166,12 +170,11 @@ def make_workspace(
         raise ValueError(
             f"the Triton row pass takes whole rows: tile_columns must be {vocab_size}; found {tile_columns}"
         )
-    stats = torch.float64 if dtype == torch.float64 else torch.float32
     narrows = dtype.itemsize == 2
     cpu = device.type == "cpu"
     onednn = gemm.is_onednn(device, dtype) and not triton  # its logits are tensors of its own
     if triton:
-        tile, stride = vocab_size, -(-vocab_size // _ALIGN) * _ALIGN
+        tile, stride = vocab_size, aligned_stride(vocab_size)
     else:
         columns = _ONEDNN_TILE_COLUMNS if onednn else _CPU_TILE_COLUMNS if cpu else _GPU_TILE_COLUMNS
         tile = stride = min(vocab_size, tile_columns or columns)

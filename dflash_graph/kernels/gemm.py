@@ -17,7 +17,6 @@ _ONEDNN = bool(torch.backends.mkldnn.is_available()) and hasattr(  # type: ignor
     torch.ops.mkldnn, "_linear_pointwise"
 )
 
-
 ROW_STEP = 128  # oneDNN keeps some 0.8 MB for each shape it has met: callers round row counts up that follow the data
 
 
@@ -46,7 +45,10 @@ def matmul(
     plus: Tensor | None = None,  # (n, m)
     spend: bool = False,
 ) -> Tensor:
-    """a @ b (+ plus), (n, m): a new tensor, or with `spend` perhaps plus itself. Transposed views cost nothing."""
+    """a @ b (+ plus), (n, m): a new tensor, or with `spend` perhaps plus itself.
+
+    oneDNN copies a transposed view that stands on the left; on the right it costs nothing.
+    """
     if not _by_onednn(a):
         if plus is None:
             return torch.mm(a, b)
@@ -67,8 +69,15 @@ def matmul_into(
     *,
     add: bool = False,
 ) -> Tensor:
-    """out = a @ b, or out += a @ b; returns out."""
-    if _by_onednn(a):
+    """out = a @ b, or out += a @ b; returns out, which may be float32 for 16-bit a and b.
+
+    On CUDA such a product is summed and kept in float32; the CPU has none and rounds it to 16 bits on the way.
+    """
+    wider = out.dtype != a.dtype
+    if _by_onednn(a) or (wider and not a.is_cuda):
         product = matmul(a, b)
         return out.add_(product) if add else out.copy_(product)
+    if wider:
+        kind = out.dtype
+        return torch.addmm(out, a, b, out_dtype=kind, out=out) if add else torch.mm(a, b, out_dtype=kind, out=out)
     return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)

@@ -2,8 +2,8 @@
 
 Each part is one `autograd.Function` that keeps the least and recomputes what a pass over the rows restores: a norm
 keeps its input and one number a row, never its output; the MLP keeps gate and up. **Weight gradients do not pass
-through autograd**: a backward adds them to `weight.grad`, which must exist (a view of the flat gradients), by the
-matrix product itself, with no temporary of the weight's size and, for 16-bit weights on CUDA, no rounding to 16 bits.
+through autograd**: a backward adds them to `weight.grad`, which must exist (a view of the flat gradients). On CUDA the
+matrix product does so itself, with no temporary of the weight's size and, for 16-bit weights, no rounding to 16 bits.
 Rows are 2-D, (rows, features). Sums run in a fixed order. Called by `drafter.py`; calls the passes of `pointwise.py`.
 """
 
@@ -29,15 +29,8 @@ from dflash_graph.kernels.pointwise import (
 
 def add_weight_grad(weight: Tensor, grad_out: Tensor, x: Tensor) -> None:
     """weight.grad (O, I) += grad_out (rows, O)^T x (rows, I); nothing for a frozen weight."""
-    if not weight.requires_grad:
-        return
-    into = grad_of(weight)
-    if into.dtype == x.dtype:
-        matmul_into(grad_out.t(), x, into, add=True)
-    elif x.is_cuda:
-        torch.addmm(into, grad_out.t(), x, out_dtype=into.dtype, out=into)
-    else:  # the CPU has no product of 16-bit matrices with a wider result
-        into.add_(torch.mm(grad_out.t(), x))
+    if weight.requires_grad:
+        matmul_into(grad_out.t(), x, grad_of(weight), add=True)
 
 
 def _back_project(grads: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Tensor:

@@ -16,12 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_graph.kernels.backend import Implementation, Operator, check_count, choose_implementation
-from dflash_graph.kernels.fused_lm_head_loss_workspace import choose_chunk_rows
+from dflash_graph.kernels.backend import (
+    Implementation,
+    Operator,
+    check_count,
+    check_tensors,
+    choose_implementation,
+    compute_dtype,
+)
+from dflash_graph.kernels.fused_lm_head_loss_workspace import aligned_stride, choose_chunk_rows
 
 _STATISTICS_ROWS = 8  # rows of the plain version at once: its second buffer stays in the cache
 _TILE_ROWS = 4096  # rows of the head converted to 32 bits at once where no GEMM goes from 16 to 32 bits
-_ALIGNED = 16  # elements; rows of the scratch start at multiples, which 128-bit accesses need
 _FAR = -1000.0  # exp is 0 here in every type, and 0 * _FAR is 0 where 0 * -inf is NaN
 
 
@@ -76,8 +82,7 @@ def make_workspace(
         ValueError: hidden_size, vocab_size or chunk_rows is not positive, num_rows is negative, or the implementation
             cannot run here.
     """
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"dtype must be float16, bfloat16, float32 or float64; found {dtype}")
+    stats = compute_dtype(dtype)
     if num_rows < 0 or min(hidden_size, vocab_size) < 1 or (chunk_rows is not None and chunk_rows < 1):
         raise ValueError(
             "hidden_size, vocab_size and chunk_rows must be at least 1 and num_rows at least 0; found "
@@ -85,10 +90,9 @@ def make_workspace(
         )
     device = torch.device(device)
     implementation = choose_implementation(implementation, device, dtype)
-    stats = torch.float64 if dtype == torch.float64 else torch.float32
     converts = dtype.itemsize == 2 and device.type == "cpu"
     needs_narrow = dtype.itemsize == 2 and not converts and implementation == "torch"
-    stride = -(-vocab_size // _ALIGNED) * _ALIGNED
+    stride = aligned_stride(vocab_size)
     if chunk_rows is None:
         chunk_rows = choose_chunk_rows(
             num_rows=num_rows,
@@ -312,13 +316,7 @@ def _check(
             f"{'given' if results['bias_mean'] is not None else 'missing'}"
         )
     given = {"hidden": hidden, "head_weight": head_weight, "bias": bias, **results}
-    for name, tensor in given.items():
-        if tensor is None:
-            continue
-        if tensor.device != ws.logits.device:
-            raise ValueError(f"{name} must be on the workspace's device {ws.logits.device}; found {tensor.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous; found strides {tensor.stride()}. Copy it before the call")
+    check_tensors(ws.logits.device, given)
     if num_rows is not None:
         check_count("num_rows", num_rows, most=total, device=ws.logits.device)
     if not math.isfinite(logit_scale):
