@@ -252,10 +252,15 @@ class Line:
         return f"{word:<11} {self.what}{kind}: ours {self.ours:.4g}, {self.who} {self.other:.4g}  [{self.shape}]"
 
 
+def is_ours(name: str) -> bool:
+    """Whether a contestant is this package, in any of its settings."""
+    return "ours" in name.split(":")
+
+
 def judge(results: Sequence[Result], ours: str, where: str) -> list[Line]:
-    """The requirements at one shape, each against the other contestant that is best at it."""
+    """The requirements at one shape, each against the best of those who are not us."""
     own = next(r for r in results if r.name == ours)
-    others = [r for r in results if r.failed is None and r.name != ours]
+    others = [r for r in results if r.failed is None and not is_ours(r.name)]
 
     def line(what: str, value: Any, share: float = 1.0, *, strict: bool = False, hard: bool = True) -> Line:
         best = min(others, key=value)
@@ -372,17 +377,15 @@ def run(
     lines: list[Line] = []
     for shape in shapes:
         entry: dict[str, Any] = {"shape": asdict(shape), "trained_rows": shape.trained_rows}
-        for kind, names, ours, reference in (
-            ("step", steps, "ours", "naive"),
-            ("loss", losses, "loss:ours", "loss:naive"),
-        ):
+        for kind, names, reference in (("step", steps, "naive"), ("loss", losses, "loss:naive")):
             if not names:
                 continue
             results = run_shape(names, shape, peers=peers, threads=threads, rounds=rounds, reference=reference)
             entry[kind] = [r.to_dict() for r in results]
             print(f"\n{kind} at {shape}, R {shape.trained_rows}", format_table(results), sep="\n", flush=True)
-            if ours in names and len(results) > 1:
-                lines += judge(results, ours, f"{kind} at {shape}")
+            mine = [r.name for r in results if is_ours(r.name)]
+            if len(mine) < len(results):
+                lines += [line for name in mine for line in judge(results, name, f"{name} at {shape}")]
         report["shapes"].append(entry)
     notes = {r["name"]: r["note"] for entry in report["shapes"] for r in entry.get("step", ()) if r.get("note")}
     print("", *(f"{name}: {note}" for name, note in notes.items()), "", *lines, sep="\n")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from dflash_graph.counters import Counts
     from dflash_graph.padding import PaddedJob
-    from dflash_graph.step import Counts
 
 # (worker, cause) -> seconds waited since the process started, as ring and dispatcher give them.
 Waits = Mapping[tuple[str, str], float]

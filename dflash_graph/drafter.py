@@ -6,7 +6,7 @@ Nothing here allocates or rebinds a parameter after construction. Embedding and 
 are not part of the drafter. Called by `step.py`; architecture after DFlash (z-lab), tensor names likewise.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -249,11 +249,17 @@ class Drafter(nn.Module):
 
     # Not traced: its backward adds weight gradients in place.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, x: BlockInputs) -> Tensor:  # (R, D)
-        """Final-norm hidden states of the rows listed in `x.trained_rows`."""
+    def forward(self, x: BlockInputs, context: Sequence[Tensor] | None = None) -> Tensor:  # (R, D)
+        """Final-norm hidden states of the rows listed in `x.trained_rows`.
+
+        Args:
+            context: what `project_context` gave for as many anchors and the same features, if it is used more than
+                once; its room for the blocks' keys is overwritten.
+        """
         spec, embed = self.spec, self.embed_weight
         rope = self._rope(x)
-        context = self._context(x.features, x.anchors.shape[0])
+        if context is None:
+            context = self.project_context(x.features, x.anchors.shape[0])
         # All mask positions enter with the same row, so the first layer's norms and projections see a + 1 rows.
         hidden = torch.cat([embed.index_select(0, x.anchor_tokens), embed[spec.mask_token_id, None]])
         for i in range(spec.num_hidden_layers):
@@ -274,13 +280,24 @@ class Drafter(nn.Module):
         positions = torch.cat([x.positions, block_positions.view(-1)])
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
-    def _context(self, features: Tensor, num_blocks: int) -> tuple[Tensor, ...]:
-        """Projected keys and values of all layers: k, v, k, v, ..., (T, Hk*E) each, k with room for the blocks'."""
+    def project_context(self, features: Tensor, num_blocks: int) -> tuple[Tensor, ...]:
+        """Projected keys and values of all layers: k, v, k, v, ..., (T, Hk*E) each, k with room for the blocks'.
+
+        Args:
+            features: (T, N*D). num_blocks: a, anchors of the `forward` that takes them.
+        """
         w, num_layers = self.weights, self.spec.num_hidden_layers
         kinds = [w[f"layers.{i}.self_attn.{kind}_proj.weight"] for i in range(num_layers) for kind in "kv"]
-        rooms = [num_blocks + 1, 0] + [num_blocks * self.spec.block_size, 0] * (num_layers - 1)
         fused = layers.project(features, w["fc.weight"])  # (T, D)
-        return layers.norm_project(fused, w["hidden_norm.weight"], kinds, self.pointwise, rooms=rooms)
+        return layers.norm_project(fused, w["hidden_norm.weight"], kinds, self.pointwise, rooms=self._rooms(num_blocks))
+
+    def _rooms(self, num_blocks: int) -> list[int]:
+        """Rows behind the context's in each result of `project_context`."""
+        return [num_blocks + 1, 0] + [num_blocks * self.spec.block_size, 0] * (self.spec.num_hidden_layers - 1)
+
+    def context_rows(self, x: BlockInputs) -> list[int]:
+        """Rows of each tensor that `forward` takes as its context."""
+        return [x.positions.shape[0] + room for room in self._rooms(x.anchors.shape[0])]
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return layers.norm(x, self.weights[f"{name}.weight"], self.pointwise)

@@ -23,8 +23,8 @@ from dflash_graph.config import LogConfig
 from dflash_graph.counts import JobCounts, Waits, add_counts, bottleneck, count_metrics
 
 if TYPE_CHECKING:
+    from dflash_graph.counters import Counts
     from dflash_graph.padding import PaddedJob
-    from dflash_graph.step import Counts
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -8,21 +8,20 @@ hold. Called by the drafter's worker thread.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dflash_graph.config import LossConfig, OptimConfig
+from dflash_graph.counters import Counts, StepCounters
 from dflash_graph.dispatch import PaddedJob
 from dflash_graph.drafter import BlockInputs, Drafter, DrafterSpec, FlatParameters
 from dflash_graph.kernels import block_attention as attention_op
 from dflash_graph.kernels import fused_lm_head_loss as loss_op
 from dflash_graph.kernels.backend import Implementation
+from dflash_graph.kernels.layers import Lender
 from dflash_graph.static_buffers import BufferSpec, BufferTable, TeacherSpec
-
-TOP_K = 5
 
 
 def micro_step_sizes(num_anchors: int, num_sizes: int) -> tuple[int, ...]:
@@ -76,37 +75,14 @@ def workspace_specs(
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Device counters read back to the host, summed since the last read. Arrays are (K-1,), index k-1.
+class _RowInputs(NamedTuple):
+    """Rows of the loss that one anchor group trains, R places."""
 
-    Attributes:
-        rows, correct, correct_top_k: supervised rows per block position, and those whose label ranks first, or in the
-            top k. A label outside the reduced head is a row that is never correct.
-        blocks, leading: blocks whose rows 1..k are all supervised, and those of them whose rows 1..k are all correct.
-        skipped_steps, skipped_in_a_row: updates not made (non-finite gradient or no trained row), and their longest
-            streak.
-        nll_sum, kl_sum: the two parts of loss_sum before they are mixed; None where no KL was trained.
-    """
-
-    loss_sum: float
-    weight_sum: float
-    rows: np.ndarray
-    correct: np.ndarray
-    correct_top_k: np.ndarray
-    blocks: np.ndarray
-    leading: np.ndarray
-    grad_norm: float
-    skipped_steps: int
-    skipped_in_a_row: int
-    nll_sum: float | None = None
-    kl_sum: float | None = None
-
-    @property
-    def accept_length(self) -> float:
-        """Expected tokens per verification under teacher forcing, bonus included: 1 + sum of P(rows 1..k right)."""
-        seen = self.blocks > 0
-        return 1.0 + float((self.leading[seen] / self.blocks[seen]).sum())
+    trained: Tensor  # (R,) int64, anchor of the group * K + k
+    labels: Tensor  # (R,) int64
+    weights: Tensor  # (R,) float32
+    teacher: Tensor | None  # (R,) int64, rows of the teacher's statistics
+    num_rows: Tensor  # () int64, live rows
 
 
 class DrafterStep:
@@ -116,6 +92,8 @@ class DrafterStep:
         sizes: anchor counts of `micro_step_sizes`.
         table: buffer table that holds `workspace_specs` and the ring's slots.
         embed_weight: (vocab, D) frozen, compute dtype. head_weight: (V, D) frozen, compute dtype (reduced or full).
+        anchor_groups: a micro-step's anchors run in so many groups, one after the other, each forward and backward:
+            activations of one group exist at a time. Context keys and values are computed once for all of them.
         loss: what is trained; the table holds the teacher's buffers if it needs them. None is the default loss.
         kernels: implementation of the operators; None lets them choose.
     """
@@ -130,6 +108,7 @@ class DrafterStep:
         table: BufferTable,
         embed_weight: Tensor,
         head_weight: Tensor,
+        anchor_groups: int = 1,
         loss: LossConfig | None = None,
         kernels: Implementation | None = None,
     ) -> None:
@@ -140,8 +119,9 @@ class DrafterStep:
         counts = ("num_teacher_positions",) if self._teacher else ()
         ws = {name: table[f"workspace.{name}"] for name in (*_WORKSPACE, *self._teacher, *counts)}
         self._ws = ws
+        self._group_size = math.ceil(sizes[-1] / anchor_groups)  # anchors
         self._attention = attention_op.make_workspace(
-            num_anchors=sizes[-1],
+            num_anchors=self._group_size,
             block_size=spec.block_size,
             num_tokens=ws["positions"].shape[0],
             num_heads=spec.num_attention_heads,
@@ -154,13 +134,13 @@ class DrafterStep:
         )
         d_pace = self.loss.weighting == "d_pace"
         self._loss = loss_op.make_workspace(
-            num_rows=sizes[-1] * k1,
+            num_rows=self._group_size * k1,
             hidden_size=spec.hidden_size,
             vocab_size=head_weight.shape[0],
             dtype=embed_weight.dtype,
             device=device,
             implementation=kernels,
-            num_blocks=sizes[-1] if d_pace else None,
+            num_blocks=self._group_size if d_pace else None,
             block_size=spec.block_size if d_pace else None,
         )
         self.drafter = Drafter(
@@ -171,9 +151,9 @@ class DrafterStep:
             attention=self._attention,
             kernels=kernels,
         )
-        self.inputs = {a: self._inputs(a) for a in self.sizes}
         self._anchor_index = torch.arange(sizes[-1], device=device)
         self._row_index = torch.arange(sizes[-1] * k1, device=device)
+        self._group_edges = torch.arange(anchor_groups + 1, device=device) * self._group_size
         if "teacher_rows" in ws:
             num_positions = next(ws[name].shape[0] for name in self._teacher if name != "teacher_rows")
             self._teacher_index = torch.arange(num_positions, device=device)
@@ -181,30 +161,11 @@ class DrafterStep:
         self._zero_int = torch.zeros((), device=device, dtype=torch.int64)
         self._zero_feature = torch.zeros((), device=device, dtype=embed_weight.dtype)
         self._ignored = torch.full((), loss_op.IGNORE_INDEX, device=device)
-        # Accumulators of the step, and counters since the last read.
-        self.weight_sum = torch.zeros((), device=device)
-        self._sums = torch.zeros(4, device=device, dtype=torch.float64)  # loss, weight, nll, KL
-        self._with_kl = False  # the last two were counted
-        self._per_k = torch.zeros(3, k1, device=device, dtype=torch.float64)  # correct, leading, top k
-        self._rows = np.zeros(k1, dtype=np.int64)  # on the host: padding knows rows and blocks
-        self._blocks = np.zeros(k1, dtype=np.int64)
+        self.weight_sum = torch.zeros((), device=device)  # of the step so far
+        self.counters = StepCounters(block_size=spec.block_size, num_rows=self._group_size * k1, correct=ws["correct"])
         self._loaded: PaddedJob | None = None
         self._taught = False  # what is loaded came with its teacher
-        self._grad_norm = torch.zeros((), device=device)
-        self._skipped = torch.zeros(3, device=device)  # in all, in a row now, longest streak
         self._make_optimizer(device)
-
-    def _inputs(self, a: int) -> BlockInputs:
-        ws = self._ws
-        return BlockInputs(
-            features=ws["features"],
-            positions=ws["positions"],
-            anchors=ws["anchors"][:a],
-            row_starts=ws["anchor_row_starts"][:a],
-            anchor_tokens=ws["anchor_tokens"][:a],
-            trained_rows=ws["trained_rows"][: a * (self.spec.block_size - 1)],
-            num_anchors=ws["num_anchors"],
-        )
 
     def _make_optimizer(self, device: torch.device) -> None:
         optim, masters, grads = self.optim, self.parameters.masters, self.parameters.grads
@@ -290,75 +251,132 @@ class DrafterStep:
 
         Without `train` the loss is the plain weighted cross-entropy, whatever is trained, so that validations compare.
         """
-        rows = size * (self.spec.block_size - 1)
         assert not train or self._taught == bool(self._teacher), "a training job must be loaded with its teacher"
+        self.micro_step_body(size, train=train)
+        if (job := self._loaded) is not None:
+            self.counters.add_host(job.rows_per_k, job.blocks_per_k, with_kl=train and self.loss.with_kl)
+
+    def micro_step_body(self, size: int, *, train: bool = True) -> None:
+        """The device's part of `micro_step`: the same operators over the same tensors whatever the job."""
+        count = self._group_size
+        if size <= count:
+            self._run_group(*self._whole(size), None, train)
+            return
+        lender, edges = None, self._row_edges(size)
+        for first in range(0, size, count):
+            x, rows = self._part(first, min(count, size - first), edges[first // count :])
+            if lender is None:
+                with torch.set_grad_enabled(train):
+                    lender = Lender(self.drafter.project_context(x.features, count))
+            self._run_group(x, rows, lender.lend(self.drafter.context_rows(x)), train)
+        if train and lender is not None:
+            lender.backward()
+
+    def _run_group(self, x: BlockInputs, rows: _RowInputs, context: Sequence[Tensor] | None, train: bool) -> None:
         with torch.set_grad_enabled(train):
             loss = loss_op.fused_lm_head_loss(
-                self.drafter(self.inputs[size]),
+                self.drafter(x, context),
                 self.head_weight,
-                self._ws["labels"][:rows],
-                self._ws["weights"][:rows],
-                num_rows=self._ws["num_trained_rows"],
+                rows.labels,
+                rows.weights,
+                num_rows=rows.num_rows,
                 with_rank=True,
                 workspace=self._loss,
                 lend_grad=train,  # it goes to the final norm, which keeps no gradient
-                d_pace=self._d_pace(rows) if train else None,
-                teacher=self._kl_teacher(rows) if train else None,
+                d_pace=self._d_pace(rows.trained) if train else None,
+                teacher=self._kl_teacher(rows.teacher) if train else None,
             )
             if train:
                 loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             if train:
                 self.weight_sum.add_(self._loss.weight_sum)
-            self._sums[0].add_(loss.detach())
-            self._sums[1].add_(self._loss.weight_sum)
+            self.counters.add_loss(loss.detach(), self._loss.weight_sum)
+            n = rows.trained.shape[0]
             if train and self.loss.with_kl:
-                weights = self._loss.row_weights[:rows]
-                self._sums[2].add_((weights * self._loss.nll[:rows]).sum())
-                self._sums[3].add_((weights * self._loss.kl[:rows]).sum())
-                self._with_kl = True
-            self._count(size, rows)
-        if self._loaded is not None:
-            self._rows += self._loaded.rows_per_k
-            self._blocks += self._loaded.blocks_per_k
+                self.counters.add_parts(self._loss.row_weights[:n], self._loss.nll[:n], self._loss.kl[:n])
+            self.counters.add_ranks(x.anchors.shape[0], rows.trained, rows.num_rows, self._loss.label_rank[:n])
 
-    def _d_pace(self, rows: int) -> loss_op.DPace | None:
+    def inputs(self, size: int) -> BlockInputs:
+        """What the drafter reads of a micro-step's anchors, all at once: views of the workspace."""
+        return self._whole(size)[0]
+
+    def _whole(self, size: int) -> tuple[BlockInputs, _RowInputs]:
+        ws, n = self._ws, size * (self.spec.block_size - 1)
+        teacher = ws["teacher_rows"][:n] if "teacher_rows" in ws else None
+        rows = _RowInputs(ws["trained_rows"][:n], ws["labels"][:n], ws["weights"][:n], teacher, ws["num_trained_rows"])
+        return self._block_inputs(slice(size), rows.trained, ws["num_anchors"]), rows
+
+    def _block_inputs(self, anchors: slice, trained_rows: Tensor, num_anchors: Tensor) -> BlockInputs:
+        ws = self._ws
+        return BlockInputs(
+            features=ws["features"],
+            positions=ws["positions"],
+            anchors=ws["anchors"][anchors],
+            row_starts=ws["anchor_row_starts"][anchors],
+            anchor_tokens=ws["anchor_tokens"][anchors],
+            trained_rows=trained_rows,
+            num_anchors=num_anchors,
+        )
+
+    def _row_edges(self, size: int) -> Tensor:
+        """Where each anchor group's rows begin in the list of trained rows, and their end: (groups + 1,) int64."""
+        k, ws = self.spec.block_size, self._ws
+        first = self._group_edges[: -(-size // self._group_size) + 1, None] * k
+        live = self._row_index < ws["num_trained_rows"]
+        return ((ws["trained_rows"] < first) & live).sum(1)
+
+    def _part(self, first: int, count: int, edges: Tensor) -> tuple[BlockInputs, _RowInputs]:
+        """The group of anchors first .. first + count - 1, whose rows in the list are edges[0] .. edges[1] - 1."""
+        ws, k = self._ws, self.spec.block_size
+        places = self._row_index[: count * (k - 1)]
+        num_rows = edges[1] - edges[0]
+        live = places < num_rows
+        index = (places + edges[0]).clamp_(max=ws["trained_rows"].shape[0] - 1)
+
+        def pick(name: str, dead: Tensor, less: int = 0) -> Tensor:
+            return torch.where(live, ws[name].index_select(0, index) - less, dead)
+
+        rows = _RowInputs(
+            trained=pick("trained_rows", self._zero_int, first * k),
+            labels=pick("labels", self._ignored),
+            weights=pick("weights", self._zero_float),
+            teacher=pick("teacher_rows", self._zero_int) if "teacher_rows" in ws else None,
+            num_rows=num_rows,
+        )
+        num_anchors = (ws["num_anchors"] - first).clamp_(0, count)
+        return self._block_inputs(slice(first, first + count), rows.trained, num_anchors), rows
+
+    def _d_pace(self, trained_rows: Tensor) -> loss_op.DPace | None:
         if self.loss.weighting != "d_pace":
             return None
-        return loss_op.DPace(alpha=self.loss.d_pace_alpha, trained_rows=self._ws["trained_rows"][:rows])
+        return loss_op.DPace(alpha=self.loss.d_pace_alpha, trained_rows=trained_rows)
 
-    def _kl_teacher(self, rows: int) -> loss_op.Teacher | None:
+    def _kl_teacher(self, rows: Tensor | None) -> loss_op.Teacher | None:
         if not self.loss.with_kl:
             return None
+        assert rows is not None
         ws = self._ws
         return loss_op.Teacher(
             weight=self.loss.kl_weight,
             mean=ws["teacher_mean"],
             entropy=ws["teacher_entropy"],
-            rows=ws["teacher_rows"][:rows],
+            rows=rows,
         )
-
-    def _count(self, size: int, rows: int) -> None:
-        k = self.spec.block_size
-        index, rank = self._ws["trained_rows"][:rows], self._loss.label_rank[:rows]
-        live = self._row_index[:rows] < self._ws["num_trained_rows"]
-        # Padded rows point at index 0, an anchor row, which no counter reads; all other indices are distinct.
-        right = (live & (rank == 0)).float()
-        correct = self._ws["correct"][: size * k].zero_().scatter_(0, index, right).view(size, k)[:, 1:]
-        self._per_k[0] += correct.sum(0)
-        self._per_k[1] += correct.cumprod(1).sum(0)
-        near = (live & (rank < TOP_K)).float()
-        self._per_k[2] += self._ws["correct"][: size * k].zero_().scatter_(0, index, near).view(size, k)[:, 1:].sum(0)
 
     # ---- apply ------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def apply(self, lr: float) -> None:
         """One update from the accumulated gradients: exact weighted mean, clip, AdamW; then zero the accumulators.
 
         A non-finite gradient or a weight sum of 0 leaves masters and moments untouched and is counted.
         """
         self.lr.fill_(lr)
+        self.apply_body()
+
+    @torch.no_grad()
+    def apply_body(self) -> None:
+        """The device's part of `apply`; the rate lies in `lr`."""
         grads = list(self.parameters.grads.values())
         scale = torch.where(self.weight_sum > 0, 1 / self.weight_sum, self._zero_float)
         for grad in grads:
@@ -373,38 +391,13 @@ class DrafterStep:
         self.parameters.refresh_compute()
         self.parameters.zero_grads()
         self.weight_sum.zero_()
-        self._grad_norm.copy_(norm)
-        self._skipped[0].add_(self._found_inf)
-        self._skipped[1].add_(1).mul_(self._found_inf)
-        torch.maximum(self._skipped[1], self._skipped[2], out=self._skipped[2])
+        self.counters.add_update(norm, self._found_inf)
 
     # ---- host side --------------------------------------------------------------------------------------------------
 
     def read_counts(self) -> Counts:
         """Read and reset the counters (skipped steps in a row are kept)."""
-        # sync: once per log interval, outside the step
-        sums, per_k, skipped = self._sums.tolist(), self._per_k.cpu().numpy().copy(), self._skipped.tolist()
-        counts = Counts(
-            loss_sum=sums[0],
-            weight_sum=sums[1],
-            rows=self._rows.astype(np.float64),
-            correct=per_k[0],
-            blocks=self._blocks.astype(np.float64),
-            leading=per_k[1],
-            correct_top_k=per_k[2],
-            grad_norm=float(self._grad_norm),
-            skipped_steps=int(skipped[0]),
-            skipped_in_a_row=int(skipped[2]),
-            nll_sum=sums[2] if self._with_kl else None,
-            kl_sum=sums[3] if self._with_kl else None,
-        )
-        self._sums.zero_()
-        self._with_kl = False
-        self._per_k.zero_()
-        self._rows[:] = self._blocks[:] = 0
-        self._skipped[0].zero_()
-        self._skipped[2].zero_()
-        return counts
+        return self.counters.read()
 
     def state_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(drafter tensors by name, optimizer tensors by name), views of the live float32 buffers."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, decode_mask, encode_mask
 from dflash_graph.control import RunControl
+from dflash_graph.counters import Counts
 from dflash_graph.counts import ratio
 from dflash_graph.drafter import FlatParameters
 from dflash_graph.initialise import initial_parameters
@@ -24,7 +25,7 @@ from dflash_graph.padding import PaddedJob, pad_job
 from dflash_graph.plan import RunPlan
 from dflash_graph.schedule import EpochSchedule
 from dflash_graph.static_buffers import BufferTable, Pool, Ring
-from dflash_graph.step import Counts, DrafterStep, learning_rate
+from dflash_graph.step import DrafterStep, learning_rate
 from dflash_graph.workers import Schedules, TargetWorker, set_cpu_threads
 
 

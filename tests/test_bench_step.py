@@ -243,7 +243,8 @@ def test_verdict_is_against_the_best_other_at_each_measure() -> None:
     a = result("a", flops=11, seconds=1.4, megabytes=99, operators=8)
     b = result("b", flops=10, seconds=3.0, megabytes=400, operators=9)
     broken = Result(name="c", failed="no environment")
-    lines = {line.what.removesuffix(", 1e9"): line for line in judge([ours, a, b, broken], "ours", "here")}
+    lean = result("ours:groups=4", flops=1, seconds=0.1, megabytes=1, operators=1)  # no other, in whatever setting
+    lines = {line.what.removesuffix(", 1e9"): line for line in judge([ours, lean, a, b, broken], "ours", "here")}
     assert (lines["fewer FLOPs"].who, lines["fewer FLOPs"].holds) == ("b", False)  # equal is not fewer
     assert (lines["fewer operators, closed"].who, lines["fewer operators, closed"].holds) == ("a", True)
     assert (lines["fewer operators, opened"].who, lines["fewer operators, opened"].holds) == ("b", False)

@@ -241,7 +241,7 @@ def outputs(toy: Toy, features: Tensor, job: ToyJob, tokens: Tensor | None = Non
     if tokens is not None:
         toy.table["workspace.anchor_tokens"][: len(tokens)] = tokens
     with torch.no_grad():
-        return toy.step.drafter(toy.step.inputs[size])[: job.job.num_trained_rows].clone()
+        return toy.step.drafter(toy.step.inputs(size))[: job.job.num_trained_rows].clone()
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_rows_of_a_job_do_not_see_each_other() -> None:
 
     def hidden() -> Tensor:
         with torch.no_grad():
-            return toy.step.drafter(toy.step.inputs[toy.load(job)])[: job.job.num_trained_rows].clone()
+            return toy.step.drafter(toy.step.inputs(toy.load(job)))[: job.job.num_trained_rows].clone()
 
     clean = hidden()
     anchors = [job.anchors[i // spec.block_size] for i in job.job.trained_rows[: len(clean)].tolist()]
@@ -318,7 +318,7 @@ def test_trained_rows_are_gathered_in_their_order() -> None:
     """Any list of trained rows gives those rows of the whole output, and k = 0 is there to be asked for."""
     spec, job, shape, _ = make_case("several rows")
     toy = Toy(spec, shape)
-    inputs = toy.step.inputs[toy.load(job)]
+    inputs = toy.step.inputs(toy.load(job))
     total = shape.num_anchors * spec.block_size
     rows = shape.num_anchors * (spec.block_size - 1)
 

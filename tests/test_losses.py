@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_graph import training
 from dflash_graph.config import LossConfig
+from dflash_graph.counters import Counts
 from dflash_graph.dispatch import pad_job
 from dflash_graph.initialise import initial_parameters
 from dflash_graph.kernels.backend import interpreting
@@ -23,7 +24,6 @@ from dflash_graph.metrics import read_records
 from dflash_graph.plan import RunPlan, make_plan
 from dflash_graph.ring import Ring
 from dflash_graph.static_buffers import SLOT_METADATA
-from dflash_graph.step import Counts
 from dflash_graph.target import Target
 from dflash_graph.training import train
 from dflash_graph.workers import TeacherHead
@@ -125,9 +125,9 @@ def truth_of(toy: Toy, job: ToyJob, loss: LossConfig, reduced: bool) -> tuple[De
 
 
 @ALL
-@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
-def test_loss_and_gradients_equal_the_dense_definition(loss: LossConfig, reduced: bool) -> None:
-    toy = make_toy(loss, reduced=reduced)
+@pytest.mark.parametrize("reduced, groups", [(False, 1), (True, 1), (False, 4)], ids=["full", "reduced", "in groups"])
+def test_loss_and_gradients_equal_the_dense_definition(loss: LossConfig, reduced: bool, groups: int) -> None:
+    toy = make_toy(loss, reduced=reduced, anchor_groups=groups)
     jobs = jobs_of(toy)[:4]
     accumulate(toy, *jobs)
     truths = [truth_of(toy, job, loss, reduced) for job in jobs]
@@ -185,7 +185,7 @@ def test_padding_of_the_teachers_buffers_changes_nothing(loss: LossConfig, dtype
     """Bitwise: a table that starts as NaN and huge integers, and slots spoiled beyond what lives in them."""
     results = []
     for spoiled in (False, True):
-        toy = make_toy(loss, dtype=dtype, poisoned=spoiled, num_sizes=2)
+        toy = make_toy(loss, dtype=dtype, poisoned=spoiled, num_sizes=2, anchor_groups=3)
         counts: list[Counts] = []
         for i, job in enumerate(jobs_of(toy)[:6]):
             write_slot(toy, job)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from dflash_graph.config import LogConfig
+from dflash_graph.counters import Counts
 from dflash_graph.counts import JobCounts, add_counts, bottleneck, count_metrics
 from dflash_graph.metrics import METRICS_FILE, MetricsLogger, read_records, truncate_to_step
-from dflash_graph.step import Counts
 
 QUIET = LogConfig(tensorboard=False, progress=False)
 SNAPSHOT: dict[str, Any] = {"waits": {}, "depths": {"READY": 3}, "ready_by_bucket": {}}

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dflash_graph.config import LogConfig
+from dflash_graph.counters import Counts
 from dflash_graph.metrics import MetricsLogger
 from dflash_graph.plot import _pooled_acceptance, plot_run
-from dflash_graph.step import Counts
 
 REPORT: dict[str, Any] = {
     "drafter": {"at_least": (0.5, 0.2, 0.1), "accept_length": 1.8, "num_verifications": 9},

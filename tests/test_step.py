@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from dflash_graph.config import OptimConfig
-from dflash_graph.step import Counts, learning_rate, micro_step_sizes
+from dflash_graph.counters import Counts
+from dflash_graph.kernels.backend import in_the_open
+from dflash_graph.kernels.gemm import flop_formulas
+from dflash_graph.step import learning_rate, micro_step_sizes
 from tests.dense import Dense, dense, dense_with_grads
 from tests.toys import (
     FULL,
@@ -205,6 +209,49 @@ def test_a_larger_micro_step_gives_the_same(changes: dict[str, Any]) -> None:
         assert counts.weight_sum == pytest.approx(results[0][1].weight_sum, rel=1e-6)
         for name in ("rows", "correct", "correct_top_k", "blocks", "leading"):
             assert np.array_equal(getattr(counts, name), getattr(results[0][1], name))
+
+
+GROUPED = [MIXED, {"causal": True}, {"num_hidden_layers": 1, "layer_types": (FULL,)}]
+
+
+@pytest.mark.parametrize("groups", [2, 4, 7])
+@pytest.mark.parametrize("changes", GROUPED, ids=["mixed", "causal", "one layer"])
+def test_anchors_in_groups_give_the_same(changes: dict[str, Any], groups: int) -> None:
+    """Whole jobs and jobs that end inside a group, groups that divide A and that do not, sizes of fewer groups."""
+    shape = {"num_anchors": 20}
+    toy, whole = (make_toy(spec=changes, shape=shape, num_sizes=3, anchor_groups=n) for n in (groups, 1))
+    jobs = sorted(jobs_of(toy, supervised=0.6), key=lambda job: job.job.num_anchors)
+    ends = {job.job.num_anchors % math.ceil(toy.shape.num_anchors / groups) for job in jobs}
+    assert len(ends) > 1
+    assert jobs[0].job.num_anchors < jobs[-1].job.num_anchors == 20
+    for job in (jobs[0], jobs[len(jobs) // 2], jobs[-1]):
+        for each in (toy, whole):
+            each.parameters.zero_grads()
+            each.accumulate(job)
+        found, expected = toy.step.read_counts(), whole.step.read_counts()
+        errors = relative_error(toy.grads(), whole.grads())
+        assert max(errors.values()) <= 2e-6, errors
+        assert found.loss_sum == pytest.approx(expected.loss_sum, rel=1e-6)
+        assert found.weight_sum == pytest.approx(expected.weight_sum, rel=1e-6)
+        for name in ("rows", "correct", "correct_top_k", "blocks", "leading"):
+            assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+        for each in (toy, whole):
+            each.step.micro_step(each.load(job), train=False)
+        assert toy.step.read_counts().loss_sum == pytest.approx(whole.step.read_counts().loss_sum, rel=1e-6)
+
+
+def test_groups_compute_the_context_once() -> None:
+    """As many FLOPs as in one group: neither fc nor the context's keys and values are computed again."""
+    flops = []
+    for groups in (1, 3):
+        toy = make_toy(anchor_groups=groups)
+        size = toy.load(jobs_of(toy)[0])
+        with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as mode, in_the_open():
+            toy.step.micro_step(size)
+        products = {str(op): n for op, n in mode.get_flop_counts()["Global"].items() if "bmm" not in str(op)}
+        flops.append(sum(products.values()))
+    assert flops[0] > 0
+    assert flops[1] == pytest.approx(flops[0], rel=0.02)
 
 
 # ---- accumulation ---------------------------------------------------------------------------------------------------
@@ -612,7 +659,7 @@ def test_buffers_keep_their_addresses_over_50_steps(dtype: torch.dtype) -> None:
         toy.table.check_addresses(held)
         assert toy.step.addresses() == addresses
     assert all(a is b for a, b in zip(leaves, toy.parameters.leaves.values(), strict=True))
-    inputs = toy.step.inputs[toy.step.sizes[-1]]
+    inputs = toy.step.inputs(toy.step.sizes[-1])
     assert inputs.features.data_ptr() == toy.table["workspace.features"].data_ptr()
 
 

@@ -306,7 +306,7 @@ def test_operators_are_30_percent_fewer_than_with_stock_modules(
     step = toy.step
     ours = operators(
         lambda: fused_lm_head_loss(
-            step.drafter(step.inputs[sizes.a]),
+            step.drafter(step.inputs(sizes.a)),
             step.head_weight,
             toy.table["workspace.labels"],
             toy.table["workspace.weights"],
@@ -355,7 +355,7 @@ def test_saved_bytes_are_those_of_the_formula(shape: tuple[int, int, int]) -> No
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = toy.step.drafter(toy.step.inputs[sizes.a])
+        hidden = toy.step.drafter(toy.step.inputs(sizes.a))
     print(f"\n{shape}: {sum(kept.values()) / 2**20:.1f} MiB")
     assert hidden.requires_grad
     assert sum(kept.values()) == 4 * saved_elements(sizes)

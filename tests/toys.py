@@ -164,6 +164,7 @@ class Toy:
         optim: OptimConfig | None = None,
         num_slots: int = 1,
         poisoned: bool = False,
+        anchor_groups: int = 1,
         loss: LossConfig | None = None,
         kernels: Implementation | None = None,
     ) -> None:
@@ -208,6 +209,7 @@ class Toy:
             table=self.table,
             embed_weight=self.embed.to(self.dtype),
             head_weight=self.head.to(self.dtype),
+            anchor_groups=anchor_groups,
             loss=loss,
             kernels=kernels,
         )

@@ -37,7 +37,7 @@ class Rows:
 class Ours(Contestant):
     note = "padding, the sanitising copy of the features, and the label's rank of every row are part of the step"
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, anchor_groups: int = 1) -> None:
         shape, cpu = problem.shape, torch.device("cpu")
         spec = DrafterSpec(
             hidden_size=shape.hidden_size,
@@ -85,6 +85,7 @@ class Ours(Contestant):
             table=self.table,
             embed_weight=problem.embed,
             head_weight=problem.embed,
+            anchor_groups=anchor_groups,
         )
         moments = self.drafter_step.state_tensors()[1].values()
         self.not_extra_bytes = sum(t.nbytes for t in moments)

@@ -22,10 +22,13 @@ from bench.peers.counting import count, forget_peak, peak, resident
 from bench.peers.problem import Problem, Shape, make_problem
 
 
-def _ours(problem: Problem) -> Contestant:
-    from bench.peers.ours import Ours
+def _ours(anchor_groups: int) -> Callable[[Problem], Contestant]:
+    def build(problem: Problem) -> Contestant:
+        from bench.peers.ours import Ours
 
-    return Ours(problem)
+        return Ours(problem, anchor_groups)
+
+    return build
 
 
 def _stock(kind: str) -> Callable[[Problem], Contestant]:
@@ -71,7 +74,8 @@ def _stock_loss(kind: str) -> Callable[[Problem], Contestant]:
 
 
 STEPS: dict[str, Callable[[Problem], Contestant]] = {
-    "ours": _ours,
+    "ours": _ours(1),
+    "ours:groups=4": _ours(4),
     "naive": _stock("naive"),
     "linear_cross_entropy": _stock("linear_cross_entropy"),
     "specforge": _specforge,

@@ -7,6 +7,7 @@ matrix product does so itself, with no temporary of the weight's size and, for 1
 Rows are 2-D, (rows, features). Sums run in a fixed order. Called by `drafter.py`; calls the passes of `pointwise.py`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -305,3 +306,40 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
     """x[rows], x (n, D), rows (R,) int64. Rows that occur twice must get zero gradients for the result to be exact."""
     out: Tensor = _Gather.apply(x, rows)  # type: ignore[no-untyped-call]
     return out
+
+
+class _Lend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: Tensor, tie: Tensor) -> Tensor:
+        ctx.total = total
+        return x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.total.add_(grad)
+        return None, None, None
+
+
+class Lender:
+    """Results that several graphs read, one after the other, before their own backward runs, once.
+
+    Args:
+        results: of one graph, (rows, ...) each. A borrower may write in place where nobody reads the gradient.
+    """
+
+    def __init__(self, results: Sequence[Tensor]) -> None:
+        self._results = results
+        self._totals = [torch.zeros_like(x) for x in results] if results[0].requires_grad else []
+        self._tie = results[0].new_empty(0).requires_grad_()  # makes autograd record a loan
+
+    def lend(self, rows: Sequence[int]) -> tuple[Tensor, ...]:
+        """The first rows[i] rows of each result; run the borrower's backward before the next loan."""
+        if not self._totals:
+            return tuple(x[:n] for x, n in zip(self._results, rows, strict=True))
+        each = zip(self._results, self._totals, rows, strict=True)
+        return tuple(_Lend.apply(x.detach()[:n], total[:n], self._tie) for x, total, n in each)  # type: ignore[no-untyped-call]
+
+    def backward(self) -> None:
+        """Backward of the results, from the sum of all loans' gradients."""
+        torch.autograd.backward(self._results, self._totals)
