@@ -263,6 +263,8 @@ class DeviceConfig:
         target_threads, drafter_threads: CPU threads of one target worker and of the drafter worker; None shares the
             machine's cores between them. Ignored by CUDA kernels.
         kernels: implementation of the package's own operators; "auto" is Triton on CUDA and plain torch on the CPU.
+        anchor_groups: parts in which a micro-step runs a job's anchors, one after the other, so that activations of one
+            part exist at a time; None is the fewest of 1, 2, 4, 8 that fit. Sums round differently for another number.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -270,9 +272,10 @@ class DeviceConfig:
     target_threads: int | None = None
     drafter_threads: int | None = None
     kernels: Literal["auto", "torch", "triton"] = "auto"
+    anchor_groups: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_targets", "target_threads", "drafter_threads"):
+        for name in ("num_targets", "target_threads", "drafter_threads", "anchor_groups"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"devices.{name} must be at least 1; found {value}")
 

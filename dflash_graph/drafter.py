@@ -102,6 +102,25 @@ class DrafterSpec:
             shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
         return shapes | {"norm.weight": (d,)}
 
+    def kept_bytes(self, num_tokens: int, num_anchors: int, itemsize: int) -> int:
+        """Bytes that a forward pass over T positions and a anchors, all rows trained, keeps for its backward.
+
+        docs/design.md has the formula; in 16 bits the true number is a little higher, by float32 numbers of each row.
+        """
+        t, a, k, d, e = num_tokens, num_anchors, self.block_size, self.hidden_size, self.head_dim
+        n, r, last = a * k, a * (k - 1), self.num_hidden_layers - 1
+        h, hk = self.num_attention_heads, self.num_key_value_heads
+
+        def inputs(rows: int) -> int:  # of a layer's norms: hidden rows, queries, and keys of context and blocks
+            return rows * (d + 1) + (rows * h + (t + rows) * hk) * (e + 1)
+
+        attention = 2 * n * h * e + 2 * (t + n) * hk * e + 2 * n * h
+        mlps = (last * n + r) * (d + 1 + 2 * self.intermediate_size)
+        trained = r * (h * e + d + 1)
+        context = t * (d + 1) + 2 * (t + n) * e
+        layers = inputs(a + 1) + last * inputs(n) + self.num_hidden_layers * attention
+        return itemsize * (context + layers + mlps + trained)
+
 
 _ALIGNMENT = 16  # elements: every parameter starts on a 64-byte boundary of its flat float32 buffer
 

@@ -4,6 +4,7 @@
 every shape once. A plan that cannot train raises here, before any expensive work. Called by `training.py`.
 """
 
+import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -76,6 +77,20 @@ class RunPlan:
     @property
     def sizes(self) -> tuple[int, ...]:
         return micro_step_sizes(self.config.num_anchors, self.config.drafter.num_micro_step_sizes)
+
+    @property
+    def anchor_groups(self) -> int:
+        """Parts of a micro-step: as set, or the fewest of 1, 2, 4, 8 whose kept activations fit; the same at resume."""
+        chosen = self.config.devices.anchor_groups
+        if chosen is not None:
+            return min(chosen, self.config.num_anchors)
+        counts = [count for count in (1, 2, 4, 8) if count <= self.config.num_anchors]
+        return next((n for n in counts if self.kept_bytes(n) <= _activation_limit(self.device)), counts[-1])
+
+    def kept_bytes(self, anchor_groups: int) -> int:
+        """Bytes of activations that one part of a micro-step of all anchors keeps for its backward."""
+        anchors = math.ceil(self.config.num_anchors / anchor_groups)
+        return self.spec.kept_bytes(self.config.token_budget, anchors, self.compute_dtype.itemsize)
 
     @property
     def jobs_per_epoch(self) -> int:
@@ -166,7 +181,8 @@ class RunPlan:
             f"drafter   {self.spec.num_hidden_layers} layers, block {self.spec.block_size}, "
             f"taps {list(self.spec.target_layer_ids)} of {self.spec.num_target_layers} layers, "
             f"mask token {self.spec.mask_token_id}, head {head}\n"
-            f"anchors   {config.num_anchors} per job, micro-steps of {list(self.sizes)}\n"
+            f"anchors   {config.num_anchors} per job, micro-steps of {list(self.sizes)}, "
+            f"anchor groups {self.anchor_groups}, activations {self.kept_bytes(self.anchor_groups) / 2**20:.0f} MiB\n"
             f"ring      {self.slots} slots, min_ready {self.min_ready}, reorder window {self.window}, "
             f"draw {config.schedule.draw}" + self._describe_loss()
         )
@@ -355,6 +371,13 @@ def _ring_sizes(config: Config, feature_size: int, teacher: TeacherSpec | None) 
     window = schedule.reorder_window or max(1, slots - 2)
     check_ring(slots, min_ready, targets, window)
     return slots, min_ready, window
+
+
+def _activation_limit(device: torch.device) -> int:
+    """Bytes that a micro-step's kept activations may take: a quarter of the GPU; on a CPU what helps its caches."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory) // 4
+    return 128 * 2**20
 
 
 def _free_bytes(device: str) -> int:

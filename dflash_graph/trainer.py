@@ -130,6 +130,7 @@ class Trainer:
             table=self.table,
             embed_weight=target.embed_weight.to(plan.device, plan.compute_dtype),
             head_weight=head.to(plan.device, plan.compute_dtype),
+            anchor_groups=plan.anchor_groups,
             loss=config.loss,
             kernels=config.devices.implementation,
         )

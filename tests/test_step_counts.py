@@ -321,25 +321,6 @@ def test_operators_are_30_percent_fewer_than_with_stock_modules(
 # ---- bytes kept for the backward ------------------------------------------------------------------------------------
 
 
-def saved_elements(s: Sizes) -> int:
-    """Activations that autograd keeps between forward and backward, in elements; a norm adds one number a row."""
-    q, kv, last = s.h * s.e, s.hk * s.e, s.layers - 1
-
-    def normed(rows: int, width: int, count: int = 1) -> int:
-        return rows * count * (width + 1)
-
-    def inputs(rows: int) -> int:  # of a layer's norms: hidden rows, queries, and keys of context and blocks
-        return normed(rows, s.d) + normed(rows, s.e, s.h) + normed(s.t + rows, s.e, s.hk)
-
-    rope = 2 * (s.t + s.n) * s.e
-    # Rotated queries and keys, values, output (which the output projection shares), 2 numbers of each query's softmax.
-    attention = 2 * s.n * q + 2 * (s.t + s.n) * kv + 2 * s.n * s.h
-    rows = last * s.n + s.r  # of all MLPs
-    mlp = normed(rows, s.d) + 2 * s.f * rows
-    trained = s.r * q + normed(s.r, s.d)  # the last output projection's input, gathered, and the final norm's
-    return normed(s.t, s.d) + rope + inputs(s.a + 1) + last * inputs(s.n) + s.layers * attention + mlp + trained
-
-
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_saved_bytes_are_those_of_the_formula(shape: tuple[int, int, int]) -> None:
     toy, sizes = make_step(shape, QUARTER)
@@ -358,4 +339,4 @@ def test_saved_bytes_are_those_of_the_formula(shape: tuple[int, int, int]) -> No
         hidden = toy.step.drafter(toy.step.inputs(sizes.a))
     print(f"\n{shape}: {sum(kept.values()) / 2**20:.1f} MiB")
     assert hidden.requires_grad
-    assert sum(kept.values()) == 4 * saved_elements(sizes)
+    assert sum(kept.values()) == toy.spec.kept_bytes(sizes.t, sizes.a, 4)
