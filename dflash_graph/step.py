@@ -7,7 +7,8 @@ hold. Called by the drafter's worker thread.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from dflash_graph.config import LossConfig, OptimConfig
 from dflash_graph.counters import Counts, StepCounters
 from dflash_graph.dispatch import PaddedJob
 from dflash_graph.drafter import BlockInputs, Drafter, DrafterSpec, FlatParameters
+from dflash_graph.graphs import WorkerContext
 from dflash_graph.kernels import block_attention as attention_op
 from dflash_graph.kernels import fused_lm_head_loss as loss_op
 from dflash_graph.kernels.backend import Implementation
@@ -166,6 +168,13 @@ class DrafterStep:
         self._loaded: PaddedJob | None = None
         self._taught = False  # what is loaded came with its teacher
         self._make_optimizer(device)
+        # What runs: the functions themselves, until `make_graphs` puts a graph in the place of each.
+        self._micro_steps: dict[tuple[int, bool], Callable[[], None]] = {
+            (size, train): partial(self.micro_step_body, size, train=train)
+            for size in self.sizes
+            for train in (True, False)
+        }
+        self._apply: Callable[[], None] = self.apply_body
 
     def _make_optimizer(self, device: torch.device) -> None:
         optim, masters, grads = self.optim, self.parameters.masters, self.parameters.grads
@@ -252,7 +261,7 @@ class DrafterStep:
         Without `train` the loss is the plain weighted cross-entropy, whatever is trained, so that validations compare.
         """
         assert not train or self._taught == bool(self._teacher), "a training job must be loaded with its teacher"
-        self.micro_step_body(size, train=train)
+        self._micro_steps[size, train]()
         if (job := self._loaded) is not None:
             self.counters.add_host(job.rows_per_k, job.blocks_per_k, with_kl=train and self.loss.with_kl)
 
@@ -372,7 +381,7 @@ class DrafterStep:
         A non-finite gradient or a weight sum of 0 leaves masters and moments untouched and is counted.
         """
         self.lr.fill_(lr)
-        self.apply_body()
+        self._apply()
 
     @torch.no_grad()
     def apply_body(self) -> None:
@@ -392,6 +401,39 @@ class DrafterStep:
         self.parameters.zero_grads()
         self.weight_sum.zero_()
         self.counters.add_update(norm, self._found_inf)
+
+    # ---- graphs -----------------------------------------------------------------------------------------------------
+
+    def make_graphs(self, context: WorkerContext, *, validation: bool = True) -> None:
+        """Hand micro-steps and update to the worker's context, which captures them; from now on they run there.
+
+        Args:
+            validation: micro-steps without training are needed, too.
+        """
+        sums = {"weight_sum": self.weight_sum, **{f"counters.{n}": t for n, t in self.counters.tensors().items()}}
+        grads = {f"grad.{group}": grad for group, grad in self.parameters.grads.items()}
+        workspace = {f"workspace.{name}": tensor for name, tensor in self._ws.items()}
+        weights = {
+            name: tensor for name, tensor in self.parameters.buffers() if name.startswith(("master.", "compute."))
+        }
+        for (size, train), function in self._micro_steps.items():
+            if not train and not validation:
+                continue
+            self._micro_steps[size, train] = context.graph(
+                f"{'micro_step' if train else 'validate'}.{size}",
+                function,
+                inputs=workspace | weights,
+                outputs={},
+                state=sums | (grads if train else {}),
+            )
+        moments = {
+            f"{kind}.{group}": self.optimizer.state[master][kind]
+            for group, master in self.parameters.masters.items()
+            for kind in ("step", "exp_avg", "exp_avg_sq")
+        }
+        self._apply = context.graph(
+            "apply", self._apply, inputs={"lr": self.lr}, outputs={}, state=sums | grads | weights | moments
+        )
 
     # ---- host side --------------------------------------------------------------------------------------------------
 

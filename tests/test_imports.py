@@ -12,7 +12,8 @@ import dflash_graph
 PACKAGE = Path(dflash_graph.__file__).parent
 # A module may import those before it. docs/design.md has the same order.
 ORDER = [
-    "control", "config", "chat", "data_writer", "data", "schedule", "padding", "dispatch", "ring", "pool",
+    "control", "findings", "op_rules", "traces", "frozen_world", "interception", "tracing", "graph_backends", "graphs",
+    "config", "chat", "data_writer", "data", "schedule", "padding", "dispatch", "ring", "pool",
     "static_buffers", "attention", "target", "kernels", "counters", "drafter", "step", "counts", "metrics", "settings",
     "checkpoint_files", "checkpoint", "initialise", "plain_drafter", "decoding", "baselines", "report", "evaluation",
     "plot", "plan", "workers", "trainer", "training", "__init__", "__main__",
