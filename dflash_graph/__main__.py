@@ -27,6 +27,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="auto|PATH",
         help="'auto' continues from the run folder's newest whole checkpoint or starts fresh; PATH names a checkpoint",
     )
+    train.add_argument(
+        "--graphs",
+        choices=("auto", "cuda_graph", "eager", "recorded", "debug"),
+        help="how steps run, short for graphs.mode; debug checks the first steps and names what a graph cannot hold",
+    )
     train.add_argument("--dry-run", action="store_true", help="validate, print the plan and its buffers, run one step")
     evaluate = commands.add_parser("eval", help="measure accept_length by speculative decoding")
     evaluate.add_argument("run", type=Path, help="run folder or checkpoint folder")
@@ -53,6 +58,8 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
+    if args.graphs is not None:
+        args.overrides = [*args.overrides, f"graphs.mode={args.graphs}"]
     config = _load(args)
     from dflash_graph.training import train
 

@@ -286,6 +286,32 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class GraphConfig:
+    """How the steps of target and drafter run.
+
+    Attributes:
+        mode: "cuda_graph" captures each step once and replays it; "recorded" is its stand-in on a CPU, for tests;
+            "eager" runs the functions themselves; "debug" does so under watch. "auto" is cuda_graph on CUDA, and eager
+            on a CPU, where rows that a job leaves empty are then skipped.
+        warmups: runs of each step before its capture.
+        debug_steps, debug_every: in mode debug, the first so many calls of each step are checked, and one in so many
+            after them; None checks no more.
+        strict: a pair of GPUs that cannot copy to each other directly is an error, not staged through host memory.
+    """
+
+    mode: Literal["auto", "cuda_graph", "eager", "recorded", "debug"] = "auto"
+    warmups: int = 3
+    debug_steps: int = 3
+    debug_every: int | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("warmups", "debug_steps", "debug_every"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"graphs.{name} must be at least 1; found {value}")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class CheckpointConfig:
     """When checkpoints are written (steps) and how many stay; the best by held-out accept_length is always kept."""
 
@@ -332,6 +358,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     devices: DeviceConfig = field(default_factory=DeviceConfig)
+    graphs: GraphConfig = field(default_factory=GraphConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     seed: int = 0
@@ -344,6 +371,12 @@ class Config:
             self.token_budget >= self.data.max_length,
             f"schedule.token_budget must hold one row of data.max_length = {self.data.max_length} tokens; found "
             f"{self.token_budget}. Raise the budget or lower max_length",
+        )
+        mode, device = self.graphs.mode, self.devices.device
+        _require(
+            (mode, device) not in (("cuda_graph", "cpu"), ("recorded", "cuda")),
+            f"graphs.mode={mode} needs the other kind of device; found devices.device={device}. On a CPU use recorded, "
+            "on CUDA use cuda_graph",
         )
         gamma = self.drafter.loss_decay_gamma
         _require(
@@ -362,6 +395,13 @@ class Config:
         """A, anchors one job can hold."""
         chosen = self.drafter.num_anchors
         return chosen if chosen is not None else max(1, self.token_budget // 8)
+
+    @property
+    def graph_mode(self) -> Literal["cuda_graph", "eager", "recorded", "debug"]:
+        """`graphs.mode`, with "auto" decided."""
+        if self.graphs.mode != "auto":
+            return self.graphs.mode
+        return "cuda_graph" if self.devices.device == "cuda" else "eager"
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain dict of every setting, as saved in the run folder."""

@@ -108,6 +108,10 @@ class StepGraph:
         return self._context.mode
 
     @property
+    def device(self) -> torch.device:
+        return self._context.device
+
+    @property
     def captured(self) -> Captured | None:
         """What a replay replays; None in modes without capture, before `prepare` and after `close`."""
         return self._captured

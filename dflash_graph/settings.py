@@ -28,7 +28,7 @@ IDENTITY_KEYS = frozenset(
 # They decide how fast, where, for how long and how closely watched the run is.
 FREE_KEYS = frozenset(
     {
-        *("run_dir", "epochs", "optim", "log", "checkpoint", "devices"),
+        *("run_dir", "epochs", "optim", "log", "checkpoint", "devices", "graphs"),
         *("data.cache_dir", "drafter.init", "drafter.num_micro_step_sizes"),
         *(f"schedule.{key}" for key in ("slots", "min_ready", "padding_workers", "reorder_window", "wait_timeout_s")),
     }
@@ -45,6 +45,12 @@ _ADDED = {
     "loss.labels": "data",
     "loss.kl_weight": 0.0,
     "devices.kernels": "auto",
+    "devices.anchor_groups": None,
+    "graphs.mode": "auto",
+    "graphs.warmups": 3,
+    "graphs.debug_steps": 3,
+    "graphs.debug_every": None,
+    "graphs.strict": False,
 }
 _ABSENT = "(absent)"
 

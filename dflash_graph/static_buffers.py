@@ -271,11 +271,12 @@ def slot_specs(
     device: torch.device | str,
     teacher: TeacherSpec | None = None,
 ) -> list[BufferSpec]:
-    """Specs of the ring's S slots and of one output buffer per target, on `device`.
+    """Specs of the ring's S slots and of each target's input and output buffers, on `device`.
 
     Names: `slot.features` (S, T, N*D), `slot.<name>` for each of `SLOT_METADATA` with S in front of the job's shape,
-    and `target.<i>.output` (T, N*D), both in `feature_dtype` so that the copy into the slot converts nothing. With a
-    teacher also `slot.teacher_rows`, and its statistics in the slots and per target.
+    and `target.<i>.output` (T, N*D), both in `feature_dtype` so that the copy into the slot converts nothing;
+    `target.<i>.token_ids` (T,) is what its step reads. With a teacher also `slot.teacher_rows`, and its statistics in
+    the slots and per target.
 
     Args:
         feature_size: N*D.
@@ -288,8 +289,9 @@ def slot_specs(
         return BufferSpec(f"slot.{name}", (num_slots, *shape), dtype, device, "targets", ("drafter",), fill)
 
     outputs = [
-        BufferSpec(f"target.{i}.output", features, feature_dtype, device, f"target {i}", (f"target {i}",))
+        BufferSpec(f"target.{i}.{name}", size, dtype, device, f"target {i}", (f"target {i}",))
         for i in range(num_targets)
+        for name, size, dtype in (("token_ids", per_token, torch.int64), ("output", features, feature_dtype))
     ]
     slots = [
         slot("features", features, feature_dtype),

@@ -63,10 +63,17 @@ class TensorFact:
 
 @dataclass(slots=True)
 class Memory:
-    """One storage that a run touched. `temporary`: it came and went during the run, unseen (a wrapped number)."""
+    """One storage that a run touched.
+
+    Attributes:
+        external: the run did not make it.
+        size: bytes.
+        temporary: a wrapped number, or host data, that came during the run unseen: its address means nothing.
+    """
 
     external: bool
     first_op: int
+    size: int
     ref: StorageWeakRef | None = field(repr=False)
     temporary: bool = False
 

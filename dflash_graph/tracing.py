@@ -50,7 +50,7 @@ _REBINDS = {_TENSOR.grad.__set__: ".grad", _TENSOR.data.__set__: ".data"}
 
 @dataclass(slots=True)
 class _Known:
-    """What the tracer knows of one storage while it runs. The reference pins its identity, not its memory."""
+    """What the tracer knows of one storage while it runs; `Memory.ref` keeps the identity, not the bytes."""
 
     number: int
     host: bool = False
@@ -109,7 +109,7 @@ class Tracer(TorchDispatchMode):
         self._stack.close()
         for memory in self.trace.memories:
             if memory.ref is not None and is_freed(memory.ref):
-                memory.temporary = memory.external
+                memory.temporary |= memory.external and memory.size <= _NUMBER_BYTES
                 memory.ref = memory.ref if memory.external else None
         self._known.clear()
         self._active = False
@@ -132,9 +132,9 @@ class Tracer(TorchDispatchMode):
             outputs = []
             for leaf in _pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    fact, known, new = self._fact(leaf, external=False)
+                    fact, known = self._fact(leaf, external=False)
                     outputs.append(fact)
-                    if known is not None and host and (new or func is _LIFT):
+                    if known is not None and host:
                         known.host, known.random, known.made_at = True, random, record.site
             self.trace.ops.append(replace(record, outputs=tuple(outputs)))
         return result
@@ -151,7 +151,7 @@ class Tracer(TorchDispatchMode):
             if not isinstance(value, Tensor):
                 scalars.append((name, _plain(value)))
                 continue
-            fact, known, _ = self._fact(value, external=True)
+            fact, known = self._fact(value, external=True)
             inputs.append((name, fact))
             if known is not None and known.host:
                 on_host.append((name, value, known))
@@ -224,20 +224,18 @@ class Tracer(TorchDispatchMode):
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def _fact(self, tensor: Tensor, *, external: bool) -> tuple[TensorFact, _Known | None, bool]:
-        """What to remember of a tensor, what is known of its storage, and whether the storage is seen first here."""
-        known, new = None, False
+    def _fact(self, tensor: Tensor, *, external: bool) -> tuple[TensorFact, _Known | None]:
+        """What to remember of a tensor, and what is known of its storage."""
         shape, device = tuple(tensor.shape), tensor.device
         try:
             storage = tensor.untyped_storage()
             address = tensor.data_ptr() if device.type != "meta" else 0
         except (NotImplementedError, RuntimeError):  # sparse, opaque and fake tensors
-            return TensorFact(shape, (), 0, tensor.dtype, device, -1, 0), None, False
+            return TensorFact(shape, (), 0, tensor.dtype, device, -1, 0), None
         known = self._known.get(storage._cdata)
         if known is None:
-            new = True
             known = self._known[storage._cdata] = _Known(len(self.trace.memories))
-            self.trace.memories.append(Memory(external, len(self.trace.ops), storage_ref(storage)))
+            self.trace.memories.append(Memory(external, len(self.trace.ops), storage.nbytes(), storage_ref(storage)))
         fact = TensorFact(
             shape,
             tuple(tensor.stride()),
@@ -247,7 +245,7 @@ class Tracer(TorchDispatchMode):
             known.number,
             address,
         )
-        return fact, known, new
+        return fact, known
 
     def _lookup(self, tensor: Any) -> _Known | None:
         if not isinstance(tensor, Tensor):
@@ -354,6 +352,7 @@ _UNSEEN: list[tuple[str, str, Any, tuple[str, ...]]] = [
 ]
 _autograd: Any = torch.autograd
 _next_node: Callable[[], int] = _autograd._get_sequence_nr  # sequence number that this thread's next node will get
+_NUMBER_BYTES = 16  # of the largest number, a complex one
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
@@ -430,4 +429,9 @@ def capturing_predicate(value: bool) -> Iterator[None]:
     # torch.cuda's own function asks through the name in torch.cuda.graphs, whoever imported it before.
     name = "_cuda_isCurrentStreamCapturing"
     with intercept([(torch.cuda.graphs, name), (torch._C, name)], lambda original: value):
+        if torch.cuda.is_current_stream_capturing() is not value:
+            raise RuntimeError(
+                f"torch.cuda.is_current_stream_capturing() must ask through torch.cuda.graphs.{name}; in torch "
+                f"{torch.__version__} it does not. Correct dflash_graph/tracing.py for this version"
+            )
         yield

@@ -19,6 +19,7 @@ from dflash_graph.control import RunControl
 from dflash_graph.counters import Counts
 from dflash_graph.counts import ratio
 from dflash_graph.drafter import FlatParameters
+from dflash_graph.graphs import CapturePhase, Observer, WorkerContext
 from dflash_graph.initialise import initial_parameters
 from dflash_graph.metrics import MetricsLogger
 from dflash_graph.padding import PaddedJob, pad_job
@@ -26,7 +27,7 @@ from dflash_graph.plan import RunPlan
 from dflash_graph.schedule import EpochSchedule
 from dflash_graph.static_buffers import BufferTable, Pool, Ring
 from dflash_graph.step import DrafterStep, learning_rate
-from dflash_graph.workers import Schedules, TargetWorker, set_cpu_threads
+from dflash_graph.workers import Schedules, TargetWorker, make_context, set_cpu_threads
 
 
 @dataclass(kw_only=True)
@@ -79,6 +80,7 @@ class Trainer:
         checkpoint: what to resume from, or None for a fresh start.
         writer, logger: None in a dry run, which keeps nothing.
         other_waits: seconds per (worker, cause) and depths known to the dispatcher.
+        phase: of captures. observer: of graph mode "debug".
         finish: set when the user asks to stop: the current step is finished, saved, and the run ends in good order.
     """
 
@@ -98,12 +100,18 @@ class Trainer:
         dispatcher_state: Callable[[], tuple[dict[tuple[str, str], float], dict[str, int]]],
         control: RunControl,
         finish: threading.Event,
+        phase: CapturePhase,
+        observer: Observer | None = None,
+        dry_run: bool = False,
     ) -> None:
+        self.name = "drafter"
         self.plan, self.table, self.ring, self.schedules, self.targets = plan, table, ring, schedules, targets
         self.settings, self.progress, self.writer, self.logger = settings, progress, writer, logger
         self.control = control
         self.pool = Pool(ring, plan.config.schedule.draw, plan.config.seed)
         self.last_validation: Counts | None = None
+        self.context: WorkerContext | None = None
+        self._phase, self._observer, self._dry_run = phase, observer, dry_run
         self._checkpoint, self._dispatcher_state, self._finish = checkpoint, dispatcher_state, finish
         self._validation_jobs: list[PaddedJob] = []
         self._validated_step = self._saved_step = -1 if checkpoint is None else progress.step
@@ -113,9 +121,14 @@ class Trainer:
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Make the drafter and its optimizer, and restore or initialise them. Needs the first target loaded."""
+        """Make the drafter and its optimizer, restore or initialise them, and capture their steps.
+
+        Needs the first target loaded.
+        """
         plan, config = self.plan, self.plan.config
         set_cpu_threads(config.devices.drafter_threads, config.devices.num_targets + 1)
+        context = self.context = make_context(self.name, plan, self._phase, self._observer)
+        context.__enter__()
         target = self.targets[0].target
         assert target is not None, "targets are set up before the drafter"
         parameters = FlatParameters(plan.spec.parameter_shapes(), device=plan.device, compute_dtype=plan.compute_dtype)
@@ -149,6 +162,8 @@ class Trainer:
                 pad_job(plan.validation_rows, epoch, job, plan.validation_shape) for job in range(epoch.num_jobs)
             ]
         self._addresses = self.step.addresses()
+        self.step.make_graphs(context, validation=bool(self._validation_jobs))
+        context.prepare()
 
     def check_addresses(self) -> None:
         """Raise if anything a step touches was moved or rebound since set-up."""
@@ -157,11 +172,20 @@ class Trainer:
         moved = [name for name, address in self._addresses.items() if now.get(name) != address]
         if moved:
             raise RuntimeError(f"tensors of the step must keep their addresses; moved: {', '.join(moved)}")
+        assert self.context is not None
+        for graph in self.context.graphs:
+            graph.check_addresses()
 
     # ---- the run ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train from `progress` to the last epoch's end, or until asked to finish; save what was reached."""
+        """Train from `progress` to the last epoch's end, or until asked to finish; save what was reached.
+
+        In a dry run: one step of the first epoch, by the same code.
+        """
+        if self._dry_run:
+            self._run_one_step()
+            return
         if self.progress.step == 0:
             self._validate()
             self._save()  # before any training: a disk or a folder that cannot hold a checkpoint shows now
@@ -179,8 +203,7 @@ class Trainer:
                     "a weight. Lower optim.lr, or check the data, drafter.draft_vocab_size and the hidden states"
                 )
 
-    def dry_run(self) -> None:
-        """One step of the first epoch, by the same code."""
+    def _run_one_step(self) -> None:
         schedule = self.schedules[0]
         self.pool.start_epoch(schedule, 0)
         self._step(min(self.plan.config.schedule.jobs_per_step, schedule.num_jobs))
@@ -191,7 +214,12 @@ class Trainer:
         self.check_addresses()
 
     def close(self) -> None:
-        """Finish the checkpoint in flight and close the metrics."""
+        """Destroy the graphs; in the drafter's thread, like all but `finish_files`."""
+        if self.context is not None:
+            self.context.close()
+
+    def finish_files(self) -> None:
+        """Finish the checkpoint in flight and close the metrics, when no worker runs any more."""
         try:
             if self.writer is not None:
                 self.writer.close()
@@ -291,7 +319,7 @@ class Trainer:
                 self.step.read_counts()  # half a pass says nothing; the run is asked to end
                 return
             self.control.beat()
-            with target.turn:
+            with target.borrowed():
                 size = self.step.load(target.extract(job), job)
             self.step.micro_step(size, train=False)
         counts = self.step.read_counts()

@@ -8,7 +8,7 @@ import fcntl
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +20,14 @@ from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, compare_settin
 from dflash_graph.config import Config, save_config
 from dflash_graph.control import RunControl
 from dflash_graph.dispatch import Dispatcher
+from dflash_graph.graphs import CapturePhase
 from dflash_graph.metrics import MetricsLogger, truncate_to_step
+from dflash_graph.observer import TrainingObserver
 from dflash_graph.padding import pad_job
 from dflash_graph.plan import RunPlan, make_plan
 from dflash_graph.static_buffers import BufferTable, Ring
 from dflash_graph.trainer import Progress, Trainer
-from dflash_graph.workers import Schedules, StartUp, TargetWorker, start_thread
+from dflash_graph.workers import Schedules, StartUp, TargetWorker, Worker, start_thread
 
 _GRACE_S = 4.0  # after an error, a worker inside a long operator is not waited for any longer
 
@@ -130,8 +132,14 @@ class _Run:
             num_workers=config.schedule.padding_workers,
             window=plan.window,
         )
+        self.phase = CapturePhase()
+        observer = None
+        if config.graph_mode == "debug":
+            observer = TrainingObserver(steps=config.graphs.debug_steps, every=config.graphs.debug_every)
         self.targets = [
-            TargetWorker(i, plan, self.table, self.ring, self.dispatcher, self.control)
+            TargetWorker(
+                i, plan, self.table, self.ring, self.dispatcher, self.control, phase=self.phase, observer=observer
+            )
             for i in range(config.devices.num_targets)
         ]
         self.trainer = Trainer(
@@ -148,25 +156,25 @@ class _Run:
             dispatcher_state=lambda: (self.dispatcher.wait_seconds(), self.dispatcher.depths()),
             control=self.control,
             finish=self.finish,
+            phase=self.phase,
+            observer=observer,
+            dry_run=dry_run,
         )
 
     def run(self) -> TrainResult:
         started = time.monotonic()
-        workers: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
-            (target.name, target.load, target.run) for target in self.targets
-        ]
-        workers.append(("drafter", self.trainer.load, self.trainer.dry_run if self.dry_run else self.trainer.run))
-        start_up = StartUp(self.control, len(workers))
+        workers: list[Worker] = [*self.targets, self.trainer]
+        start_up = StartUp(self.control, len(workers), self.phase)
         try:
             with self._signals():
                 threads = [
-                    start_thread(self.control, name, partial(start_up.load_and_run, index, load, run))
-                    for index, (name, load, run) in enumerate(workers)
+                    start_thread(self.control, worker.name, partial(start_up.live, index, worker))
+                    for index, worker in enumerate(workers)
                 ]
                 self._wait(threads)
         finally:
             try:
-                self.trainer.close()
+                self.trainer.finish_files()
             except RuntimeError as error:  # the last write failed; an earlier error of a worker stays the first
                 self.control.fail("checkpoint-writer", error)
         self.control.raise_first_error()

@@ -9,7 +9,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from dflash_graph.control import RunControl, Stopped
 from dflash_graph.dispatch import PaddedJob
+from dflash_graph.graphs import CapturePhase, Observer, StepGraph, WorkerContext
 from dflash_graph.kernels import teacher_statistics as teacher_op
 from dflash_graph.plan import RunPlan
 from dflash_graph.schedule import EpochSchedule
@@ -40,23 +44,46 @@ def start_thread(control: RunControl, name: str, run: Callable[[], None]) -> thr
     return thread
 
 
-class StartUp:
-    """Workers set themselves up inside their own threads, one at a time and in order, before any of them runs."""
+class Worker(Protocol):
+    """What a thread of a run does, all of it in that thread."""
 
-    def __init__(self, control: RunControl, count: int) -> None:
-        self._control, self._count, self._loaded = control, count, 0
+    name: str
+
+    def load(self) -> None:
+        """Set up, captures included; the other workers wait."""
+
+    def run(self) -> None: ...
+
+    def close(self) -> None:
+        """Give up what `load` made, as far as it came. Runs whatever happened before."""
+
+
+class StartUp:
+    """Workers set themselves up inside their own threads, one at a time and in order, before any of them runs.
+
+    Args:
+        count: of workers. phase: of captures, which ends when all are set up.
+    """
+
+    def __init__(self, control: RunControl, count: int, phase: CapturePhase) -> None:
+        self._control, self._count, self._phase, self._loaded = control, count, phase, 0
         self._changed = control.condition()
 
-    def load_and_run(self, index: int, load: Callable[[], None], run: Callable[[], None]) -> None:
-        """The life of worker `index`: its turn to load, the others' turns, its run."""
+    def live(self, index: int, worker: Worker) -> None:
+        """The life of worker `index`: its turn to load, the others' turns, its run, its end."""
         self._wait(lambda: self._loaded == index, index, "its turn to set up")
-        load()
-        with self._changed:
-            self._loaded += 1
-            self._control.beat()
-            self._changed.notify_all()
-        self._wait(lambda: self._loaded == self._count, index, "the other workers' set-up")
-        run()
+        try:
+            worker.load()
+            with self._changed:
+                self._loaded += 1
+                if self._loaded == self._count:
+                    self._phase.close()
+                self._control.beat()
+                self._changed.notify_all()
+            self._wait(lambda: self._loaded == self._count, index, "the other workers' set-up")
+            worker.run()
+        finally:
+            worker.close()
 
     def _wait(self, predicate: Callable[[], bool], index: int, what: str) -> None:
         with self._changed:
@@ -155,7 +182,7 @@ class TeacherHead:
 
     def __init__(self, index: int, plan: RunPlan, table: BufferTable, head_weight: Tensor) -> None:
         assert plan.teacher is not None
-        self._buffers = {name: table[f"target.{index}.{name}"] for name in _TEACHER}
+        self.buffers = {name: table[f"target.{index}.{name}"] for name in _TEACHER}
         self.statistics = {name: table[f"target.{index}.{name}"] for name in plan.teacher.statistics}
         if plan.head_ids is not None:
             head_weight = head_weight.index_select(0, torch.from_numpy(plan.head_ids).to(head_weight.device))
@@ -169,21 +196,25 @@ class TeacherHead:
             implementation=plan.config.devices.implementation,
         )
 
-    def positions_of(self, job: PaddedJob) -> Tensor:  # (U,) int64
+    @property
+    def positions(self) -> Tensor:  # (U,) int64
+        return self.buffers["teacher_positions"]
+
+    def load(self, job: PaddedJob) -> None:
         """Copy a job's teacher positions, and how many are live, to the target's device."""
         assert job.teacher_positions is not None
-        self._buffers["num_teacher_positions"].fill_(job.num_covered)
-        return self._buffers["teacher_positions"].copy_(job.teacher_positions)
+        self.buffers["num_teacher_positions"].fill_(job.num_covered)
+        self.positions.copy_(job.teacher_positions, non_blocking=True)
 
     def compute(self) -> None:
         """Statistics of the rows in `teacher_hidden`; zeros beyond the live ones."""
         teacher_op.teacher_statistics(
-            self._buffers["teacher_hidden"],
+            self.buffers["teacher_hidden"],
             self._head_weight,
-            self._buffers["num_teacher_positions"],
+            self.buffers["num_teacher_positions"],
             mean=self.statistics.get("teacher_mean"),
-            entropy=self._buffers["teacher_entropy"],
-            argmax=self._buffers["teacher_argmax"],
+            entropy=self.buffers["teacher_entropy"],
+            argmax=self.buffers["teacher_argmax"],
             workspace=self._workspace,
         )
 
@@ -191,27 +222,48 @@ class TeacherHead:
 class TargetWorker:
     """One target and the thread that runs it.
 
+    Args:
+        phase: of captures. observer: of mode "debug".
+
     Attributes:
         target: loaded by `load`, inside the worker's thread.
+        context: what the thread owns, made there too.
         busy_s: seconds spent in forward passes and copies.
     """
 
     def __init__(
-        self, index: int, plan: RunPlan, table: BufferTable, ring: Ring, source: JobSource, control: RunControl
+        self,
+        index: int,
+        plan: RunPlan,
+        table: BufferTable,
+        ring: Ring,
+        source: JobSource,
+        control: RunControl,
+        *,
+        phase: CapturePhase,
+        observer: Observer | None = None,
     ) -> None:
         self.name, self._index = f"target-{index}", index
         self._plan, self._table, self._ring, self._source, self._control = plan, table, ring, source, control
-        self._output = table[f"target.{index}.output"]
+        self._output, self._token_ids = table[f"target.{index}.output"], table[f"target.{index}.token_ids"]
+        self._phase, self._observer = phase, observer
         # The validation pass borrows the target between two of its jobs.
         self._turn = threading.Lock()
         self.busy_s = 0.0
         self.target: Target | None = None
+        self.context: WorkerContext | None = None
         self._teacher: TeacherHead | None = None
+        self._steps: dict[int, StepGraph] = {}  # by row length
+        # A plain CPU run skips the rows that a job leaves empty; wherever a step is fixed, all rows run.
+        self._num_rows: int | None = None
+        self._skips_rows = plan.config.graphs.mode == "auto"
 
     def load(self) -> None:
-        """Load the target; check its attention against transformers' own."""
+        """Load the target, check its attention against transformers' own, and capture its step for each bucket."""
         plan = self._plan
         set_cpu_threads(plan.config.devices.target_threads, plan.config.devices.num_targets + 1)
+        context = self.context = make_context(self.name, plan, self._phase, self._observer)
+        context.__enter__()
         target = Target(
             plan.config.target,
             target_layer_ids=plan.spec.target_layer_ids,
@@ -225,6 +277,18 @@ class TargetWorker:
         if plan.teacher is not None:
             self._teacher = TeacherHead(self._index, plan, self._table, target.head_weight)
         self.target = target
+        outputs = {"output": self._output}
+        if self._teacher is not None:
+            outputs |= self._teacher.buffers | self._teacher.statistics
+        for bucket in plan.buckets:
+            self._steps[bucket.length] = context.graph(
+                f"target.{bucket.length}",
+                partial(self._step, bucket.length),
+                inputs={"token_ids": self._token_ids},
+                outputs=outputs,
+                state={},
+            )
+        context.prepare()
 
     def run(self) -> None:
         """Fill slots until the job list is exhausted."""
@@ -239,27 +303,62 @@ class TargetWorker:
             self._ring.filled(lease)
             self._control.beat()
 
+    def close(self) -> None:
+        """Destroy the graphs; the target itself stays for a validation pass that borrows it."""
+        if self.context is not None:
+            with self._turn:
+                self.context.close()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Let the calling thread run the target and read its output buffer, between two of its jobs."""
+        with self._turn:
+            self._synchronize()  # sync: the worker's last copy out of the output buffer
+            try:
+                yield
+            finally:
+                self._synchronize()  # sync: the borrower's copy out of it
+
     def extract(self, job: PaddedJob) -> dict[str, Tensor]:
-        """Features and metadata of a job outside the ring, valid until the caller leaves `turn` (validation pass).
+        """Features and metadata of a job outside the ring, valid while the caller has `borrowed` (validation pass).
 
-        The job is padded without a teacher: validation needs none.
+        Never a replay: graphs belong to the worker's thread. The job is padded without a teacher: validation needs
+        none.
         """
+        assert self.target is not None
+        self.target.forward(job.token_ids.to(self._output.device), job.num_rows, job.bucket_length)
         metadata = {name: getattr(job, name).to(self._output.device) for name in SLOT_METADATA}
-        return self._forward(job) | metadata
-
-    @property
-    def turn(self) -> threading.Lock:
-        """Held by whoever runs the target and reads its output buffer."""
-        return self._turn
+        return {"features": self._output} | metadata
 
     def _forward(self, job: PaddedJob) -> dict[str, Tensor]:
-        """Run the target over a job: its features (T, N*D) and, if the job asks for them, the teacher's statistics."""
-        assert self.target is not None
-        token_ids = job.token_ids.to(self._output.device)
-        if job.teacher_positions is None:
-            self.target.forward(token_ids, job.num_rows, job.bucket_length)
+        """Run the target over a job: its features (T, N*D) and, if the loss needs them, the teacher's statistics."""
+        self._token_ids.copy_(job.token_ids, non_blocking=True)
+        self._num_rows = job.num_rows if self._skips_rows else None
+        if self._teacher is None:
+            self._steps[job.bucket_length]()
             return {"features": self._output}
-        assert self._teacher is not None
-        self.target.forward(token_ids, job.num_rows, job.bucket_length, self._teacher.positions_of(job))
-        self._teacher.compute()
+        self._teacher.load(job)
+        self._steps[job.bucket_length]()
         return {"features": self._output, **self._teacher.statistics}
+
+    def _step(self, row_length: int) -> None:
+        """The device's part of a forward pass: what a graph holds."""
+        assert self.target is not None
+        rows = self._num_rows or self._token_ids.shape[0] // row_length
+        if self._teacher is None:
+            self.target.forward(self._token_ids, rows, row_length)
+            return
+        self.target.forward(self._token_ids, rows, row_length, self._teacher.positions)
+        self._teacher.compute()
+
+    def _synchronize(self) -> None:
+        if self._output.is_cuda:
+            torch.cuda.synchronize(self._output.device)
+
+
+def make_context(name: str, plan: RunPlan, phase: CapturePhase, observer: Observer | None) -> WorkerContext:
+    """The context of one worker of a run; to be entered in its thread."""
+    config = plan.config
+    return WorkerContext(
+        name, plan.device, mode=config.graph_mode, phase=phase, warmups=config.graphs.warmups, observer=observer
+    )

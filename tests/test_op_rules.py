@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_graph.tracing import (
@@ -67,6 +68,7 @@ ILLEGAL: dict[str, tuple[Callable[[World], Any], str]] = {
     "byte index": (lambda w: w.x[w.mask.byte()], "boolean index"),
     "boolean assignment": (lambda w: w.x.__setitem__(w.mask, w.one.float()), "boolean index"),
     "boolean and integer": (lambda w: w.table.__setitem__((w.table[:, 0] > 4, w.index[:1]), w.x[:3]), "boolean index"),
+    "two masks": (lambda w: w.table.__setitem__((w.table[:, 0] > 4, w.table[0] > 1), 0.0), "boolean index"),
     "tensor of a list": (lambda w: torch.tensor([1.0, 2.0]), r"torch\.tensor\(\)"),
     "tensor on the device": (lambda w: torch.tensor(1.0, device=w.x.device), r"torch\.tensor\(\)"),
     "as_tensor": (lambda w: torch.as_tensor([1, 2]), r"torch\.as_tensor\(\)"),
@@ -94,6 +96,7 @@ ILLEGAL: dict[str, tuple[Callable[[World], Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("name", ILLEGAL)
 def test_an_illegal_operation_is_found_once_with_its_line(name: str) -> None:
     step, what = ILLEGAL[name]
@@ -140,6 +143,26 @@ def test_a_legal_operation_is_not_found(name: str) -> None:
     trace = traced(lambda: LEGAL[name](world))
     assert len(trace) > 0 or name in ("shapes", "to the step's device")
     assert not find_illegal_ops(trace), "\n".join(map(str, find_illegal_ops(trace)))
+
+
+def test_a_call_and_its_operator_are_one_problem() -> None:
+    world = World()
+    (found,) = find_illegal_ops(traced(lambda: world.one.item()))
+    assert found.what == ".item() reads a tensor's value on the host (in the forward)"
+
+
+@torch.library.custom_op("dflash_graph_tests::opaque", mutates_args=())
+def opaque(x: Tensor) -> Tensor:
+    torch.manual_seed(int(x[0].item()))
+    return x + torch.tensor(x.tolist())
+
+
+def test_inside_an_operator_of_one_s_own_nothing_is_looked_at() -> None:
+    """On a GPU it is another implementation that runs."""
+    world = World()
+    trace = traced(lambda: opaque(world.x))
+    assert trace.names() == ["dflash_graph_tests.opaque.default"]
+    assert find_illegal_ops(trace) == []
 
 
 def test_under_a_default_device_nothing_is_made_on_the_host() -> None:

@@ -196,6 +196,8 @@ def test_slot_specs_have_the_shapes_of_the_design() -> None:
         "slot.trained_rows": ((S, R), torch.int64, 0),
         "slot.labels": ((S, R), torch.int64, -100),
         "slot.weights": ((S, R), torch.float32, 0),
+        "target.0.token_ids": ((T,), torch.int64, 0),
+        "target.1.token_ids": ((T,), torch.int64, 0),
         "target.0.output": ((T, FEATURES), torch.bfloat16, 0),
         "target.1.output": ((T, FEATURES), torch.bfloat16, 0),
     }
