@@ -1,4 +1,4 @@
-"""The command line: `dflash-graph prepare | train | eval`, also `python -m dflash_graph`.
+"""The command line: `dflash-graph prepare | train | debug | eval`, also `python -m dflash_graph`.
 
 It parses arguments, calls the functions of the same names in Python, and turns an expected error into one clear line
 and exit code 2. Settings come from `--config run.yaml` and `key=value` overrides.
@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dflash_graph.config import Config, load_config
 
@@ -18,7 +19,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="tokenise the data, check it, and print what a run would train on")
     train = commands.add_parser("train", help="train a drafter")
-    for command in (prepare, train):
+    debug = commands.add_parser(
+        "debug", help="say, without a GPU, whether a run's steps can be CUDA graphs, or why not"
+    )
+    for command in (prepare, train, debug):
         command.add_argument("--config", type=Path, help="YAML file of settings")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as optim.lr=3e-4")
     train.add_argument(
@@ -33,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how steps run, short for graphs.mode; debug checks the first steps and names what a graph cannot hold",
     )
     train.add_argument("--dry-run", action="store_true", help="validate, print the plan and its buffers, run one step")
+    debug.add_argument("--json", type=Path, help="also write the report to this file")
     evaluate = commands.add_parser("eval", help="measure accept_length by speculative decoding")
     evaluate.add_argument("run", type=Path, help="run folder or checkpoint folder")
     evaluate.add_argument("--prompts", type=Path, required=True, help="JSONL file of conversations")
@@ -66,19 +71,38 @@ def _train(args: argparse.Namespace) -> None:
     train(config, resume=args.resume, dry_run=args.dry_run)
 
 
+def _debug(args: argparse.Namespace) -> int:
+    config = _load(args)
+    _check_json(args.json)
+    from dflash_graph.debugging import debug
+
+    report = debug(config)
+    print(report)
+    _write_json(args.json, report.to_dict())
+    return 1 if report.findings else 0
+
+
+def _check_json(path: Path | None) -> None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"--json must name a file in an existing folder; found {path}")
+
+
+def _write_json(path: Path | None, values: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(values, indent=1) + "\n")
+
+
 def _evaluate(args: argparse.Namespace) -> None:
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise ValueError(f"--json must name a file in an existing folder; found {args.json}")
+    _check_json(args.json)
     from dflash_graph.evaluation import evaluate
 
     report = evaluate(args.run, args.prompts, max_new_tokens=args.max_new_tokens, limit=args.limit, device=args.device)
     print(report)
-    if args.json is not None:
-        args.json.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    _write_json(args.json, report.to_dict())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code (0 done, 2 bad input, 130 interrupted)."""
+    """Run one command; return the exit code (0 done, 1 debug found something, 2 bad input, 130 interrupted)."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # argparse gives up on positional arguments that follow an option; settings may stand anywhere.
@@ -88,13 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         args.overrides = [*args.overrides, *rest]
     try:
-        {"prepare": _prepare, "train": _train, "eval": _evaluate}[args.command](args)
+        code = {"prepare": _prepare, "train": _train, "debug": _debug, "eval": _evaluate}[args.command](args)
     except ValueError as error:
         print(f"dflash-graph {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code or 0
 
 
 if __name__ == "__main__":

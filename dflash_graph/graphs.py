@@ -108,6 +108,10 @@ class StepGraph:
         return self._context.mode
 
     @property
+    def worker(self) -> str:
+        return self._context.name
+
+    @property
     def device(self) -> torch.device:
         return self._context.device
 

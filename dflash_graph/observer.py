@@ -43,8 +43,12 @@ class TrainingObserver:
             findings += compare_traces(self._traces[graph], tracer.trace, check="frozen_world", names=names)
         self._traces[graph] = tracer.trace
         if findings:
-            raise GraphError(_describe(graph, findings))
+            self.report(graph, findings)
         graph.check_addresses()
+
+    def report(self, graph: StepGraph, findings: list[Finding]) -> None:
+        """End the run by a GraphError that has every finding."""
+        raise GraphError(_describe(graph, findings))
 
 
 def _describe(graph: StepGraph, findings: list[Finding]) -> str:

@@ -299,6 +299,11 @@ class Ring:
                 "; no jobs left" if self._exhausted else ""
             )
 
+    def owner(self, slot: int) -> tuple[SlotState, str]:
+        """State of a slot and who holds it ("nobody" when FREE)."""
+        with self._changed:
+            return self._slots[slot].state, self._slots[slot].holder
+
     def depths(self) -> dict[str, int]:
         """Slots per state, by its name."""
         with self._changed:

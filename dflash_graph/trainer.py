@@ -81,6 +81,7 @@ class Trainer:
         writer, logger: None in a dry run, which keeps nothing.
         other_waits: seconds per (worker, cause) and depths known to the dispatcher.
         phase: of captures. observer: of graph mode "debug".
+        dry_steps: run so many steps and keep nothing.
         finish: set when the user asks to stop: the current step is finished, saved, and the run ends in good order.
     """
 
@@ -102,7 +103,7 @@ class Trainer:
         finish: threading.Event,
         phase: CapturePhase,
         observer: Observer | None = None,
-        dry_run: bool = False,
+        dry_steps: int | None = None,
     ) -> None:
         self.name = "drafter"
         self.plan, self.table, self.ring, self.schedules, self.targets = plan, table, ring, schedules, targets
@@ -111,7 +112,7 @@ class Trainer:
         self.pool = Pool(ring, plan.config.schedule.draw, plan.config.seed)
         self.last_validation: Counts | None = None
         self.context: WorkerContext | None = None
-        self._phase, self._observer, self._dry_run = phase, observer, dry_run
+        self._phase, self._observer, self._dry_steps = phase, observer, dry_steps
         self._checkpoint, self._dispatcher_state, self._finish = checkpoint, dispatcher_state, finish
         self._validation_jobs: list[PaddedJob] = []
         self._validated_step = self._saved_step = -1 if checkpoint is None else progress.step
@@ -181,10 +182,10 @@ class Trainer:
     def run(self) -> None:
         """Train from `progress` to the last epoch's end, or until asked to finish; save what was reached.
 
-        In a dry run: one step of the first epoch, by the same code.
+        In a dry run: the first steps of the first epoch, by the same code.
         """
-        if self._dry_run:
-            self._run_one_step()
+        if self._dry_steps is not None:
+            self._run_dry(self._dry_steps)
             return
         if self.progress.step == 0:
             self._validate()
@@ -203,14 +204,20 @@ class Trainer:
                     "a weight. Lower optim.lr, or check the data, drafter.draft_vocab_size and the hidden states"
                 )
 
-    def _run_one_step(self) -> None:
+    def _run_dry(self, num_steps: int) -> None:
         schedule = self.schedules[0]
         self.pool.start_epoch(schedule, 0)
-        self._step(min(self.plan.config.schedule.jobs_per_step, schedule.num_jobs))
-        counts = self.step.read_counts()
-        self._check_counts(counts)
-        loss = ratio(counts.loss_sum, counts.weight_sum)
-        print(f"one step: loss {'-' if loss is None else f'{loss:.4f}'}, gradient norm {counts.grad_norm:.4f}")
+        for _ in range(num_steps):
+            jobs = min(self.plan.config.schedule.jobs_per_step, self.pool.jobs_left)
+            if not jobs:
+                break
+            drawn = self._step(jobs)
+            self.pool.mark_trained(drawn)
+            self.progress.jobs += len(drawn)
+            counts = self.step.read_counts()
+            self._check_counts(counts)
+            loss = ratio(counts.loss_sum, counts.weight_sum)
+            print(f"one step: loss {'-' if loss is None else f'{loss:.4f}'}, gradient norm {counts.grad_norm:.4f}")
         self.check_addresses()
 
     def close(self) -> None:

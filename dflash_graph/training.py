@@ -8,7 +8,7 @@ import fcntl
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, compare_settin
 from dflash_graph.config import Config, save_config
 from dflash_graph.control import RunControl
 from dflash_graph.dispatch import Dispatcher
-from dflash_graph.graphs import CapturePhase
+from dflash_graph.graphs import CapturePhase, Observer
 from dflash_graph.metrics import MetricsLogger, truncate_to_step
 from dflash_graph.observer import TrainingObserver
 from dflash_graph.padding import pad_job
@@ -70,7 +70,7 @@ def _train(config: Config, resume_path: Path | None, message: str, *, dry_run: b
         for line in compare_settings(checkpoint.state["settings"], settings):
             print(f"changed since the checkpoint: {line}", flush=True)
     print(plan.rows.report, plan, sep="\n", flush=True)
-    return _Run(plan, settings, checkpoint, dry_run=dry_run).run()
+    return Run(plan, settings, checkpoint, dry_steps=1 if dry_run else None).run()
 
 
 def _lock(folder: Path) -> TextIO:
@@ -92,14 +92,25 @@ def _lock(folder: Path) -> TextIO:
     return file
 
 
-class _Run:
-    """The parts of one run and their life cycle."""
+class Run:
+    """The parts of one run and their life cycle.
+
+    Args:
+        dry_steps: run so many steps and keep nothing; None is the whole run.
+        observer: of graph mode "debug"; None is a `TrainingObserver`.
+    """
 
     def __init__(
-        self, plan: RunPlan, settings: dict[str, Any], checkpoint: Checkpoint | None, *, dry_run: bool
+        self,
+        plan: RunPlan,
+        settings: dict[str, Any],
+        checkpoint: Checkpoint | None = None,
+        *,
+        dry_steps: int | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        config = plan.config
-        self.plan, self.dry_run = plan, dry_run
+        config, dry_run = plan.config, dry_steps is not None
+        self.plan = plan
         self.folder = Path(config.run_dir)
         progress = Progress() if checkpoint is None else Progress.from_dict(checkpoint.state["progress"])
         self.table = BufferTable(plan.buffer_specs())
@@ -133,8 +144,7 @@ class _Run:
             window=plan.window,
         )
         self.phase = CapturePhase()
-        observer = None
-        if config.graph_mode == "debug":
+        if config.graph_mode == "debug" and observer is None:
             observer = TrainingObserver(steps=config.graphs.debug_steps, every=config.graphs.debug_every)
         self.targets = [
             TargetWorker(
@@ -158,12 +168,21 @@ class _Run:
             finish=self.finish,
             phase=self.phase,
             observer=observer,
-            dry_run=dry_run,
+            dry_steps=dry_steps,
         )
 
-    def run(self) -> TrainResult:
+    def run(self, wrap: Callable[[Worker], Worker] = lambda worker: worker) -> TrainResult:
+        """Start every worker and wait for their end.
+
+        Args:
+            wrap: puts something around a worker's life, in its thread.
+
+        Raises:
+            Exception: the first error of any worker.
+        """
         started = time.monotonic()
-        workers: list[Worker] = [*self.targets, self.trainer]
+        all_workers: list[Worker] = [*self.targets, self.trainer]
+        workers = [wrap(worker) for worker in all_workers]
         start_up = StartUp(self.control, len(workers), self.phase)
         try:
             with self._signals():

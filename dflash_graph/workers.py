@@ -332,14 +332,16 @@ class TargetWorker:
 
     def _forward(self, job: PaddedJob) -> dict[str, Tensor]:
         """Run the target over a job: its features (T, N*D) and, if the loss needs them, the teacher's statistics."""
+        self.stage(job)
+        self._steps[job.bucket_length]()
+        return {"features": self._output, **({} if self._teacher is None else self._teacher.statistics)}
+
+    def stage(self, job: PaddedJob) -> None:
+        """Copy what the step reads of a job into its static inputs."""
         self._token_ids.copy_(job.token_ids, non_blocking=True)
         self._num_rows = job.num_rows if self._skips_rows else None
-        if self._teacher is None:
-            self._steps[job.bucket_length]()
-            return {"features": self._output}
-        self._teacher.load(job)
-        self._steps[job.bucket_length]()
-        return {"features": self._output, **self._teacher.statistics}
+        if self._teacher is not None:
+            self._teacher.load(job)
 
     def _step(self, row_length: int) -> None:
         """The device's part of a forward pass: what a graph holds."""

@@ -17,7 +17,8 @@ ORDER = [
     "config", "chat", "data_writer", "data", "schedule", "padding", "dispatch", "ring", "pool",
     "static_buffers", "attention", "target", "kernels", "counters", "drafter", "step", "counts", "metrics", "settings",
     "checkpoint_files", "checkpoint", "initialise", "plain_drafter", "decoding", "baselines", "report", "evaluation",
-    "plot", "plan", "workers", "trainer", "training", "__init__", "__main__",
+    "plot", "plan", "workers", "trainer", "training", "debug_checks",
+    "debugging", "__init__", "__main__",
 ]  # fmt: skip
 
 

@@ -1,0 +1,346 @@
+"""Checks of one declared step, without a GPU: would a CUDA graph of it do what the function does?
+
+`check_step` runs a step over several data sets, in its worker's thread, and restores what it changed. `SlotGuard`
+watches a thread's use of the ring's slots. Both return findings and raise nothing. Called by `debugging.py`.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dflash_graph.findings import Finding, Site, SiteFinder
+from dflash_graph.graphs import GraphBackend, GraphError
+from dflash_graph.ring import Ring, SlotState
+from dflash_graph.static_buffers import BufferTable
+from dflash_graph.traces import Trace
+from dflash_graph.tracing import AddressBook, Tracer, capturing_predicate, compare_traces, find_illegal_ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepUnderTest:
+    """A step with what it takes to try it out.
+
+    Attributes:
+        function: the step. results: tensors that it writes or updates; put back after every run.
+        load: writes data set i into the step's inputs, in place.
+        book: every tensor that the step can reach, read anew at each call, so that rebinding shows.
+        fresh: within it the step reads copies of its inputs: other tensors with the same content.
+        run_padded: runs data set 0 from where the data come from on, with everything that is not live spoiled or not.
+        live: what of a result padding must not change; all of it by default.
+    """
+
+    name: str
+    worker: str
+    device: torch.device
+    function: Callable[[], None]
+    results: Mapping[str, Tensor]
+    load: Callable[[int], None]
+    book: Callable[[], Mapping[str, Tensor | None]]
+    fresh: Callable[[], AbstractContextManager[None]] | None = None
+    run_padded: Callable[[bool], None] | None = None
+    live: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What was seen of one step."""
+
+    name: str
+    worker: str
+    num_ops: int
+    num_external: int
+    findings: list[Finding]
+
+
+def check_step(step: StepUnderTest, backend: GraphBackend) -> StepReport:
+    """All checks of one step: operations, branches, a frozen world, caches, padding, and a replay against the function.
+
+    Args:
+        backend: captures the step once; a tape on the CPU.
+    """
+    check = _StepCheck(step, backend)
+    with torch.no_grad():
+        saved = {name: tensor.clone() for name, tensor in step.results.items()}
+    try:
+        check.run()
+    finally:
+        check.restore(saved)
+    trace = check.trace
+    findings = distinct(replace(f, worker=step.worker, graph=step.name) for f in check.findings)
+    return StepReport(
+        name=step.name,
+        worker=step.worker,
+        num_ops=len(trace),
+        num_external=len(trace.external_addresses()),
+        findings=findings,
+    )
+
+
+def distinct(findings: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
+    """Findings without those that say the same of the same line again."""
+    seen: dict[tuple[Any, ...], Finding] = {}
+    for finding in findings:
+        place = (finding.site.file, finding.site.line) if finding.site else finding.what
+        seen.setdefault((finding.check, place, finding.meaning), finding)
+    return list(seen.values())
+
+
+class _StepCheck:
+    def __init__(self, step: StepUnderTest, backend: GraphBackend) -> None:
+        self.step, self.backend = step, backend
+        self.findings: list[Finding] = []
+        self.trace = Trace()
+
+    def run(self) -> None:
+        step = self.step
+        start = self._values()
+        book = AddressBook(step.book)
+        cold = self._traced(0, start)  # what is made at the first call only, and libraries' own set-up
+        plain = self._traced(1, start)
+        with capturing_predicate(True):
+            first = self.trace = self._traced(1, start)
+            second = self._traced(2, start)
+        self.findings += find_illegal_ops(plain)
+        self.findings += find_illegal_ops(first)
+        self.findings += compare_traces(plain, first, check="capture_branch")
+        self.findings += compare_traces(first, second, check="frozen_world", names=_present(step.book()))
+        self.findings += book.check(cold, plain, first, second)
+        self._check_caches(start)
+        self._check_padding(start)
+        if not self.findings:
+            self._check_replay(start)
+
+    # ---- runs -------------------------------------------------------------------------------------------------------
+
+    def _values(self) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: tensor.clone() for name, tensor in self.step.results.items()}
+
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in self.step.results.items():
+                tensor.copy_(values[name])
+
+    def _prepare(self, data: int, start: Mapping[str, Tensor]) -> None:
+        self.restore(start)
+        self.step.load(data)
+
+    def _traced(self, data: int, start: Mapping[str, Tensor]) -> Trace:
+        self._prepare(data, start)
+        with Tracer(device=self.step.device) as tracer:
+            self.step.function()
+        return tracer.trace
+
+    def _different(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str | None:
+        """The first result that is not the same bit for bit."""
+        for name in a:
+            x, y = self.step.live(name, a[name]), self.step.live(name, b[name])
+            if not same_bits(x, y):
+                return name
+        return None
+
+    # ---- values -----------------------------------------------------------------------------------------------------
+
+    def _check_caches(self, start: Mapping[str, Tensor]) -> None:
+        """Data that came through the same buffers against the same data in tensors that nobody has seen."""
+        if self.step.fresh is None:
+            return
+        reused, again = self._traced(3, start), self._values()
+        self._prepare(3, start)
+        with self.step.fresh(), Tracer(device=self.step.device) as tracer:
+            self.step.function()
+        name = self._different(again, self._values())
+        if name is None:
+            return
+        site = next((f.site for f in compare_traces(tracer.trace, reused, check="frozen_world") if f.site), None)
+        self.findings.append(
+            Finding(
+                "stale_cache",
+                f"{name} is not the same for data rewritten in place and for the same data in new tensors",
+                "something remembers results by the identity of a tensor: a graph's buffers are always the same "
+                "tensors, so the old result is used for new data",
+                "compute it in every step, or key the cache by content; for a library, pass what it would cache, or "
+                "call its uncached function",
+                site,
+            )
+        )
+
+    def _check_padding(self, start: Mapping[str, Tensor]) -> None:
+        """Spoiled padding must not change a bit of what is live."""
+        if self.step.run_padded is None:
+            return
+        runs = []
+        for spoiled in (False, True):
+            self.restore(start)
+            with Tracer(device=self.step.device) as tracer, Digests() as digests:
+                self.step.run_padded(spoiled)
+            runs.append((self._values(), tracer.trace, digests.found))
+        (clean, trace, before), (dirty, _, after) = runs
+        name = self._different(clean, dirty)
+        if name is None:
+            return
+        ops = [op for op in trace.ops if not op.name.startswith("call ")]
+        first = next((op for op, a, b in zip(ops, before, after, strict=False) if a != b), None)
+        self.findings.append(
+            Finding(
+                "padding_read",
+                f"{name} changes with what lies in padding; the first operation that reads it is "
+                f"{first.name if first else 'unknown'}",
+                "padding holds whatever a slot held before: losses, gradients and weights depend on it",
+                "select live elements with torch.where before anything else reads them (a product with 0 keeps NaN)",
+                first.site if first else None,
+            )
+        )
+
+    def _check_replay(self, start: Mapping[str, Tensor]) -> None:
+        """Capture once, replay over other data, and compare with the function bit for bit."""
+        self._prepare(1, start)
+        try:
+            captured = self.backend.capture(self.step.function)
+        except Exception as error:
+            what = str(error) if isinstance(error, GraphError) else f"{type(error).__name__}: {error}"
+            self.findings.append(_finding("capture", f"the step cannot be captured: {what}"))
+            return
+        try:
+            for data in (4, 5):
+                self._prepare(data, start)
+                self.step.function()
+                expected = self._values()
+                self._prepare(data, start)
+                captured.replay()
+                self.backend.synchronize()
+                name = self._different(expected, self._values())
+                if name is not None:
+                    self.findings.append(_finding("replay", f"{name} after a replay differs from the function's"))
+                    return
+        finally:
+            captured.reset()
+
+
+def _finding(check: str, what: str) -> Finding:
+    return Finding(
+        check,
+        what,
+        "the graph does not do what the function does",
+        "look for what Python decides or remembers between two calls of the step",
+        None,
+    )
+
+
+def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bits; NaN equals the same NaN."""
+    return a.shape == b.shape and a.dtype == b.dtype and _bits(a) == _bits(b)
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+class Digests(TorchDispatchMode):
+    """A digest of every operator's results, in order; views and unfilled memory count as empty."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sha = hashlib.sha1(usedforsecurity=False)
+        if not func.is_view and "empty" not in func._schema.name:
+            for leaf in _pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    sha.update(_bits(leaf))
+        self.found.append(sha.hexdigest())
+        return result
+
+
+# ---- slots ----------------------------------------------------------------------------------------------------------
+
+
+class SlotGuard(TorchDispatchMode):
+    """Watches every operator of the calling thread that touches the memory of a slot: is the slot this worker's now?
+
+    Args:
+        state: in which a slot belongs to this worker: FILLING for a target, DRAINING for the drafter.
+    """
+
+    def __init__(self, ring: Ring, table: BufferTable, worker: str, state: SlotState) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.findings: list[Finding] = []
+        self._ring, self._worker, self._state = ring, worker, state
+        self._finder = SiteFinder(None)
+        self._ranges = [
+            (name, table[name].data_ptr(), table[name].nbytes, table[name].nbytes // ring.num_slots)
+            for name in table
+            if name.startswith("slot.")
+        ]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:
+            for leaf in _pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._check(leaf)
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, tensor: Tensor) -> None:
+        if tensor.numel() == 0 or tensor.device.type == "meta":
+            return
+        begin = tensor.data_ptr()
+        extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.itemsize
+        for name, start, size, each in self._ranges:
+            if not start <= begin < start + size:
+                continue
+            for slot in range((begin - start) // each, (begin + extent - start) // each + 1):
+                state, holder = self._ring.owner(slot)
+                if (state, holder) != (self._state, self._worker):
+                    self._report(name, slot, state, holder)
+
+    def _report(self, name: str, slot: int, state: SlotState, holder: str) -> None:
+        site: Site | None = self._finder.find(_outside(sys._getframe()))[0]
+        self.findings.append(
+            Finding(
+                "slot_misuse",
+                f"{self._worker} uses {name}[{slot}], which is {state.name} and held by {holder}; it may use slots that "
+                f"are {self._state.name} and its own",
+                "another worker may write or read the slot at the same time: the data of another job are trained, or "
+                "half of them",
+                "touch a slot between taking and publishing it (target), or between drawing and releasing it "
+                "(drafter); copy out what is needed later",
+                site,
+                worker=self._worker,
+            )
+        )
+
+
+def _outside(frame: Any) -> Any:
+    """The first frame that is not of this file."""
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
+
+
+@contextmanager
+def swapped(owner: Any, attribute: str, value: Any) -> Iterator[None]:
+    """Let an object hold another value for a while."""
+    held = getattr(owner, attribute)
+    setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, held)
