@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class StepUnderTest:
         load: writes data set i into the step's inputs, in place.
         book: every tensor that the step can reach, read anew at each call, so that rebinding shows.
         fresh: within it the step reads copies of its inputs: other tensors with the same content.
-        run_padded: runs data set 0 from where the data come from on, with everything that is not live spoiled or not.
+        spoil: puts data set 0 where data come from, with everything that is not live spoiled or not; run_spoiled: takes
+            it from there and runs the step.
         live: what of a result padding must not change; all of it by default.
     """
 
@@ -45,7 +47,8 @@ class StepUnderTest:
     load: Callable[[int], None]
     book: Callable[[], Mapping[str, Tensor | None]]
     fresh: Callable[[], AbstractContextManager[None]] | None = None
-    run_padded: Callable[[bool], None] | None = None
+    spoil: Callable[[bool], None] | None = None
+    run_spoiled: Callable[[], None] | None = None
     live: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
 
 
@@ -113,10 +116,11 @@ class _StepCheck:
         self.findings += compare_traces(plain, first, check="capture_branch")
         self.findings += compare_traces(first, second, check="frozen_world", names=_present(step.book()))
         self.findings += book.check(cold, plain, first, second)
-        self._check_caches(start)
-        self._check_padding(start)
-        if not self.findings:
-            self._check_replay(start)
+        if self._repeats(start):
+            self._check_caches(start)
+            self._check_padding(start)
+            if not self.findings:
+                self._check_replay(start)
 
     # ---- runs -------------------------------------------------------------------------------------------------------
 
@@ -147,6 +151,15 @@ class _StepCheck:
                 return name
         return None
 
+    def _repeats(self, start: Mapping[str, Tensor]) -> bool:
+        """Whether the step gives the same for the same data; one that draws random numbers has no values to compare."""
+        values = []
+        for _ in range(2):
+            self._prepare(3, start)
+            self.step.function()
+            values.append(self._values())
+        return self._different(*values) is None
+
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def _check_caches(self, start: Mapping[str, Tensor]) -> None:
@@ -160,7 +173,8 @@ class _StepCheck:
         name = self._different(again, self._values())
         if name is None:
             return
-        site = next((f.site for f in compare_traces(tracer.trace, reused, check="frozen_world") if f.site), None)
+        pairs = zip_longest(tracer.trace.ops, reused.ops)
+        site = next((a.site for a, b in pairs if a is not None and (b is None or a.name != b.name)), None)
         self.findings.append(
             Finding(
                 "stale_cache",
@@ -175,28 +189,27 @@ class _StepCheck:
 
     def _check_padding(self, start: Mapping[str, Tensor]) -> None:
         """Spoiled padding must not change a bit of what is live."""
-        if self.step.run_padded is None:
+        if self.step.spoil is None or self.step.run_spoiled is None:
             return
         runs = []
         for spoiled in (False, True):
             self.restore(start)
-            with Tracer(device=self.step.device) as tracer, Digests() as digests:
-                self.step.run_padded(spoiled)
-            runs.append((self._values(), tracer.trace, digests.found))
-        (clean, trace, before), (dirty, _, after) = runs
+            self.step.spoil(spoiled)
+            with Digests() as digests:
+                self.step.run_spoiled()
+            runs.append((self._values(), digests.found))
+        (clean, before), (dirty, after) = runs
         name = self._different(clean, dirty)
         if name is None:
             return
-        ops = [op for op in trace.ops if not op.name.startswith("call ")]
-        first = next((op for op, a, b in zip(ops, before, after, strict=False) if a != b), None)
+        reader, site = next(((b[0], b[2]) for a, b in zip(before, after, strict=False) if a[:2] != b[:2]), ("?", None))
         self.findings.append(
             Finding(
                 "padding_read",
-                f"{name} changes with what lies in padding; the first operation that reads it is "
-                f"{first.name if first else 'unknown'}",
+                f"{name} changes with what lies in padding; the first operation that reads it is {reader}",
                 "padding holds whatever a slot held before: losses, gradients and weights depend on it",
                 "select live elements with torch.where before anything else reads them (a product with 0 keeps NaN)",
-                first.site if first else None,
+                site,
             )
         )
 
@@ -249,22 +262,27 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 class Digests(TorchDispatchMode):
-    """A digest of every operator's results, in order; views and unfilled memory count as empty."""
+    """Name, digest of the results, and line of every operator, in order, but views and unfilled memory.
+
+    In a backward the line is that of the call of backward().
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
+        self.found: list[tuple[str, str, Site | None]] = []
+        self._finder = SiteFinder(None)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        sha = hashlib.sha1(usedforsecurity=False)
         if not func.is_view and "empty" not in func._schema.name:
+            sha = hashlib.sha1(usedforsecurity=False)
             for leaf in _pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     sha.update(_bits(leaf))
-        self.found.append(sha.hexdigest())
+            site = self._finder.find(_outside(sys._getframe()))[0]
+            self.found.append((str(func), sha.hexdigest(), site))
         return result
 
 
@@ -316,8 +334,8 @@ class SlotGuard(TorchDispatchMode):
         self.findings.append(
             Finding(
                 "slot_misuse",
-                f"{self._worker} uses {name}[{slot}], which is {state.name} and held by {holder}; it may use slots that "
-                f"are {self._state.name} and its own",
+                f"{self._worker} uses {name}[{slot}], which is {state.name} and held by {holder}; it may use slots "
+                f"that are {self._state.name} and its own",
                 "another worker may write or read the slot at the same time: the data of another job are trained, or "
                 "half of them",
                 "touch a slot between taking and publishing it (target), or between drawing and releasing it "

@@ -159,6 +159,8 @@ class _Inspected:
             assert isinstance(backend, CudaBackend)
         for step in steps:
             self._report.steps.append(check_step(step, backend))
+        if isinstance(worker, Trainer):
+            self.findings += _check_resume(worker, plan)
 
     def run(self) -> None:
         worker, run = self._worker, self._run
@@ -179,6 +181,16 @@ class _Inspected:
 
     def close(self) -> None:
         self._worker.close()
+
+
+def _check_resume(trainer: Trainer, plan: RunPlan) -> list[Finding]:
+    """Load the state of a checkpoint, as a resumed run does: it must land in the memory that is there."""
+    drafter, optimizer = trainer.step.state_tensors()
+    copies = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in (drafter, optimizer)]
+    book = AddressBook(partial(drafter_book, trainer))
+    with Tracer(device=plan.device) as tracer:
+        trainer.step.load_state(*copies)
+    return [replace(finding, worker=trainer.name, graph="resume") for finding in book.check(tracer.trace)]
 
 
 # ---- the steps of a run ---------------------------------------------------------------------------------------------
@@ -215,15 +227,13 @@ def target_steps(worker: TargetWorker, plan: RunPlan) -> Iterator[StepUnderTest]
             worker.stage(jobs[i % len(jobs)])
             tokens.add_(i).remainder_(plan.facts.vocab_size)  # other data where there is one job only
 
-        def run_padded(
-            spoiled: bool, graph: StepGraph = graph, load: Callable[[int], None] = load, live: Tensor = live
+        def spoil(
+            spoiled: bool, load: Callable[[int], None] = load, tokens: Tensor = tokens, live: Tensor = live
         ) -> None:
             load(0)
             if spoiled:
-                tokens = graph.inputs["token_ids"]
                 other = (tokens + 1).remainder_(plan.facts.vocab_size)
                 tokens.copy_(torch.where(live.to(tokens.device), tokens, other))
-            graph.function()
 
         def part(name: str, tensor: Tensor, live: Tensor = live) -> Tensor:
             return tensor[live.to(tensor.device)] if name == "output" else tensor
@@ -240,7 +250,8 @@ def target_steps(worker: TargetWorker, plan: RunPlan) -> Iterator[StepUnderTest]
             load=load,
             book=partial(target_book, worker),
             fresh=fresh,
-            run_padded=run_padded,
+            spoil=spoil,
+            run_spoiled=graph.function,
             live=part,
         )
 
@@ -281,7 +292,8 @@ def drafter_steps(trainer: Trainer, plan: RunPlan) -> Iterator[StepUnderTest]:
             load=data.load_update if is_update else partial(data.load, int(size)),
             book=partial(drafter_book, trainer),
             fresh=None if is_update else data.fresh,
-            run_padded=None if is_update else partial(data.run_padded, int(size), graph.function),
+            spoil=None if is_update else partial(data.write_slot, 0),
+            run_spoiled=None if is_update else partial(data.run_slot, int(size), graph.function),
         )
 
 
@@ -292,13 +304,18 @@ class _DrafterData:
         self._trainer, self._jobs = trainer, _jobs(plan)
         self._rng = torch.Generator()
 
-    def load(self, size: int, i: int, *, spoiled: bool = False) -> None:
-        table, step, job = self._trainer.table, self._trainer.step, self._jobs[i % len(self._jobs)]
+    def load(self, size: int, i: int) -> None:
+        """Job i from its slot into the workspace."""
+        self.write_slot(i, False)
+        self._load_slot(size, i)
+
+    def write_slot(self, i: int, spoiled: bool) -> None:
+        table, job = self._trainer.table, self._job(i)
         self._rng.manual_seed(i)
-        names = [n for n in table if n.startswith("slot.") and table[n].is_floating_point()]
-        for name in names:
-            slot = table[name][0]
-            slot.copy_(torch.randn(slot.shape, generator=self._rng))
+        for name in table:
+            if name.startswith("slot.") and table[name].is_floating_point():
+                slot = table[name][0]
+                slot.copy_(torch.randn(slot.shape, generator=self._rng))
         write_metadata(table, 0, job)
         if "slot.teacher_argmax" in table:
             table["slot.teacher_argmax"][0].zero_()
@@ -306,6 +323,16 @@ class _DrafterData:
             table["slot.teacher_entropy"][0].abs_()
         if spoiled:
             self._spoil(job)
+
+    def run_slot(self, size: int, function: Callable[[], None]) -> None:
+        self._load_slot(size, 0)
+        function()
+
+    def _job(self, i: int) -> PaddedJob:
+        return self._jobs[i % len(self._jobs)]
+
+    def _load_slot(self, size: int, i: int) -> None:
+        table, step, job = self._trainer.table, self._trainer.step, self._job(i)
         step.load_slot(0, job)
         if job.num_anchors > size:  # a size that this job would not choose: its first anchors
             rows = int((job.trained_rows[: job.num_trained_rows] < size * step.spec.block_size).sum())
@@ -328,10 +355,6 @@ class _DrafterData:
             if f"slot.{name}" in table:
                 slot = table[f"slot.{name}"][0]
                 slot[where] = float("nan") if slot.is_floating_point() else torch.iinfo(slot.dtype).max
-
-    def run_padded(self, size: int, function: Callable[[], None], spoiled: bool) -> None:
-        self.load(size, 0, spoiled=spoiled)
-        function()
 
     @contextmanager
     def fresh(self) -> Iterator[None]:

@@ -226,7 +226,9 @@ def _replaced_at(old: _Entry | None, new: _Entry | None, traces: tuple[Trace, ..
                 return rebinding.site
     for trace in traces:
         for memory in trace.memories:
-            if new is not None and not memory.external and memory.ref == new.storage:
+            if new is None or memory.external or memory.ref is None:
+                continue
+            if memory.ref == new.storage:
                 return trace.ops[memory.first_op].site
     return None
 
