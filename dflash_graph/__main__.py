@@ -19,9 +19,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="tokenise the data, check it, and print what a run would train on")
     train = commands.add_parser("train", help="train a drafter")
-    debug = commands.add_parser(
-        "debug", help="say, without a GPU, whether a run's steps can be CUDA graphs, or why not"
-    )
+    text = "say, without a GPU, whether a run's steps can be CUDA graphs, or which lines stand in the way"
+    debug = commands.add_parser("debug", help=text, description=text)
     for command in (prepare, train, debug):
         command.add_argument("--config", type=Path, help="YAML file of settings")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as optim.lr=3e-4")

@@ -32,6 +32,7 @@ from dflash_graph.trainer import Trainer
 from dflash_graph.training import Run
 from dflash_graph.workers import TargetWorker, Worker
 
+CHECKED_SIZES = 4  # of the micro-step, the smallest and the largest among them: they differ in nothing else
 TRIED_STEPS = 4  # of training, after the checks of single steps
 
 
@@ -277,11 +278,14 @@ def drafter_book(trainer: Trainer) -> dict[str, Tensor | None]:
 
 
 def drafter_steps(trainer: Trainer, plan: RunPlan) -> Iterator[StepUnderTest]:
-    """Micro-steps of all sizes, with and without training, and the update."""
+    """Micro-steps of a few sizes, with and without training, and the update."""
     assert trainer.context is not None
     data = _DrafterData(trainer, plan)
+    sizes = {str(plan.sizes[i * (len(plan.sizes) - 1) // max(1, CHECKED_SIZES - 1)]) for i in range(CHECKED_SIZES)}
     for graph in trainer.context.graphs:
         kind, _, size = graph.name.partition(".")
+        if size and size not in sizes:
+            continue
         is_update = kind == "apply"
         yield StepUnderTest(
             name=graph.name,

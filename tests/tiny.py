@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from dflash_graph.config import Config, load_config
 
@@ -19,8 +19,24 @@ TEMPLATE = (
 )
 
 
-def make_tiny(folder: Path) -> None:
-    """Write `model/`, `train.jsonl` (60 rows) and `heldout.jsonl` (8 rows) into `folder`."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def make_tiny(folder: Path, config: PretrainedConfig | None = None) -> None:
+    """Write `model/`, `train.jsonl` (60 rows) and `heldout.jsonl` (8 rows) into `folder`.
+
+    Args:
+        config: of a target of `SIZES`; None is a Llama.
+    """
     vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -34,17 +50,7 @@ def make_tiny(folder: Path) -> None:
     )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config or LlamaConfig(**SIZES))
     # Greedy text holds words only: no special token, none of the rows beyond the tokenizer.
     model.lm_head.weight.data[: len(SPECIAL)] = 0
     model.lm_head.weight.data[len(vocabulary) :] = 0
