@@ -82,8 +82,13 @@ class StartUp:
                 self._changed.notify_all()
             self._wait(lambda: self._loaded == self._count, index, "the other workers' set-up")
             worker.run()
-        finally:
-            worker.close()
+        except BaseException as error:
+            try:
+                worker.close()
+            except Exception as later:  # the first error is the one to tell
+                error.add_note(f"while it was torn down: {type(later).__name__}: {later}")
+            raise
+        worker.close()
 
     def _wait(self, predicate: Callable[[], bool], index: int, what: str) -> None:
         with self._changed:
