@@ -1,5 +1,6 @@
 #!/bin/bash
-# All that needs a GPU, in one command: the gpu tests, the kernel table of the installed Triton, the kernel benchmark.
+# All that needs a GPU, in one command: the gpu tests, the kernel table of the installed Triton, the kernel benchmark,
+# and graphs: debug mode, 2,000 replayed steps against eager ones, a capture storm, step times.
 #
 #   bash bench/gpu_acceptance.sh RESULTS_DIR [WHEELS_DIR]
 #
@@ -13,6 +14,10 @@ if [ $# -lt 1 ] || [ $# -gt 2 ]; then
   exit 2
 fi
 PYTHON=${PYTHON:-python3}
+if ! command -v "$PYTHON" >/dev/null; then
+  echo "PYTHON must name a Python interpreter with PyTorch; found '$PYTHON', which cannot be run" >&2
+  exit 2
+fi
 mkdir -p "$1" || exit 2
 RESULTS=$(cd "$1" && pwd)
 WHEELS=""
@@ -33,7 +38,9 @@ NEEDED = {  # import name -> distribution; those behind the first few are what t
     "typing_extensions": "typing_extensions", "pydantic": "pydantic", "pydantic_core": "pydantic_core",
     "annotated_types": "annotated_types", "typing_inspection": "typing_inspection", "omegaconf": "omegaconf",
     "pytest": "pytest", "pytest_timeout": "pytest_timeout", "pluggy": "pluggy", "iniconfig": "iniconfig",
-    "packaging": "packaging", "pygments": "pygments",
+    "packaging": "packaging", "pygments": "pygments", "transformers": "transformers", "tokenizers": "tokenizers",
+    "safetensors": "safetensors", "jinja2": "jinja2", "markupsafe": "MarkupSafe", "hypothesis": "hypothesis",
+    "sortedcontainers": "sortedcontainers",
 }
 site, wheels = sys.argv[1:]
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -77,7 +84,8 @@ SPREAD=()
 if "$PYTHON" -c 'import xdist' 2>/dev/null; then SPREAD=(-n 4); fi
 part gpu_tests 270 "$PYTHON" -m pytest "${FILES[@]}" -m gpu -q "${SPREAD[@]}" --junitxml "$SITE/tests.xml"
 wait
-part bench_kernels 150 "$PYTHON" -m bench.bench_kernels --output "$SITE/bench.json"
+part bench_kernels 100 "$PYTHON" -m bench.bench_kernels --output "$SITE/bench.json"
+part graphs 110 "$PYTHON" -m bench.graph_acceptance --output "$SITE/graphs.json"
 
 "$PYTHON" - "$SITE" "$RESULTS" <<'END'
 import json, pathlib, sys
@@ -87,7 +95,7 @@ from bench.bench_kernels import describe
 
 site, results = map(pathlib.Path, sys.argv[1:])
 report, passed = {**describe("cuda"), "command": "bash bench/gpu_acceptance.sh", "parts": {}}, True
-for name in ("gpu_tests", "kernel_table", "bench_kernels"):
+for name in ("gpu_tests", "kernel_table", "bench_kernels", "graphs"):
     status, seconds = map(int, (site / f"{name}.status").read_text().split())
     part = {"status": status, "seconds": seconds}
     # 3 of the table: the rules hold, and only the committed numbers for this Triton version are missing.
@@ -105,10 +113,11 @@ except (OSError, ElementTree.ParseError) as error:
     tests |= {"passed": False, "error": str(error)}
 log = (results / "kernel_table.log").read_text().splitlines()
 report["parts"]["kernel_table"]["output"] = [line for line in log if " registers=" not in line or line[:1] in "+-"][-60:]
-try:
-    report["parts"]["bench_kernels"]["result"] = json.loads((site / "bench.json").read_text())
-except (OSError, ValueError) as error:
-    report["parts"]["bench_kernels"] |= {"passed": False, "error": str(error)}
+for name, file in (("bench_kernels", "bench.json"), ("graphs", "graphs.json")):
+    try:
+        report["parts"][name]["result"] = json.loads((site / file).read_text())
+    except (OSError, ValueError) as error:
+        report["parts"][name] |= {"passed": False, "error": str(error)}
 (results / "gpu_acceptance.json").write_text(json.dumps(report, indent=1) + "\n")
 for name, part in report["parts"].items():
     print(f"{name}: {'passed' if part['passed'] else 'FAILED'} in {part['seconds']} s")
