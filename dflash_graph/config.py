@@ -5,6 +5,7 @@ Values that follow from others are properties, so that a saved configuration hol
 """
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, field, fields, is_dataclass
 from pathlib import Path
@@ -263,12 +264,14 @@ class DeviceConfig:
         target_threads, drafter_threads: CPU threads of one target worker and of the drafter worker; None shares the
             machine's cores between them. Ignored by CUDA kernels.
         kernels: implementation of the package's own operators; "auto" is Triton on CUDA and plain torch on the CPU.
+        target_devices: a CUDA device for each target, such as ["cuda:1", "cuda:2"]; None puts all on the drafter's.
         anchor_groups: parts in which a micro-step runs a job's anchors, one after the other, so that activations of one
             part exist at a time; None is the fewest of 1, 2, 4, 8 that fit. Sums round differently for another number.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
     num_targets: int = 1
+    target_devices: tuple[str, ...] | None = None
     target_threads: int | None = None
     drafter_threads: int | None = None
     kernels: Literal["auto", "torch", "triton"] = "auto"
@@ -278,6 +281,18 @@ class DeviceConfig:
         for name in ("num_targets", "target_threads", "drafter_threads", "anchor_groups"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"devices.{name} must be at least 1; found {value}")
+        names = self.target_devices
+        if names is not None:
+            _require(
+                self.device == "cuda" and all(re.fullmatch(r"cuda:\d+", name) for name in names),
+                "devices.target_devices must name CUDA devices, such as cuda:1, beside devices.device=cuda; found "
+                f"{list(names)} beside {self.device}",
+            )
+            _require(
+                len(names) == self.num_targets,
+                f"devices.target_devices must name one device for each of the {self.num_targets} targets "
+                f"(devices.num_targets); found {len(names)}",
+            )
 
     @property
     def implementation(self) -> Literal["torch", "triton"] | None:

@@ -245,7 +245,7 @@ def target_steps(worker: TargetWorker, plan: RunPlan) -> Iterator[StepUnderTest]
         yield StepUnderTest(
             name=graph.name,
             worker=worker.name,
-            device=plan.device,
+            device=graph.device,
             function=graph.function,
             results={name: t for name, t in graph.outputs.items() if name == "output" or "teacher_" in name},
             load=load,

@@ -59,7 +59,14 @@ class RunPlan:
 
     @property
     def device(self) -> torch.device:
-        return torch.device(self.config.devices.device)
+        """The drafter's device, with its index: a worker on another one has that as its current device."""
+        return torch.device("cuda:0" if self.config.devices.device == "cuda" else "cpu")
+
+    @property
+    def target_devices(self) -> list[torch.device]:
+        """The device of each target."""
+        names = self.config.devices.target_devices
+        return [self.device] * self.config.devices.num_targets if names is None else [torch.device(n) for n in names]
 
     @property
     def target_dtype(self) -> torch.dtype:
@@ -151,7 +158,11 @@ class RunPlan:
         }
         return [
             *slot_specs(
-                num_slots=self.slots, num_targets=config.devices.num_targets, feature_dtype=self.compute_dtype, **shape
+                num_slots=self.slots,
+                num_targets=config.devices.num_targets,
+                target_devices=self.target_devices,
+                feature_dtype=self.compute_dtype,
+                **shape,
             ),
             *workspace_specs(dtype=self.compute_dtype, **shape),
         ]
@@ -213,6 +224,12 @@ def make_plan(config: Config) -> RunPlan:
     """
     if config.devices.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("devices.device is 'cuda', but torch finds no CUDA device; use devices.device=cpu")
+    known = torch.cuda.device_count()
+    absent = [name for name in config.devices.target_devices or () if int(name.removeprefix("cuda:")) >= known]
+    if absent:
+        raise ValueError(
+            f"devices.target_devices must exist; torch finds {known} CUDA devices, without {', '.join(absent)}"
+        )
     _check_numbers(config)
     drafter = config.drafter
     if drafter.init not in ("random", "target") and not Path(drafter.init).is_dir():

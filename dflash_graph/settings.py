@@ -46,6 +46,7 @@ _ADDED = {
     "loss.kl_weight": 0.0,
     "devices.kernels": "auto",
     "devices.anchor_groups": None,
+    "devices.target_devices": None,
     "graphs.mode": "auto",
     "graphs.warmups": 3,
     "graphs.debug_steps": 3,

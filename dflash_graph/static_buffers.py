@@ -270,6 +270,7 @@ def slot_specs(
     feature_dtype: torch.dtype,
     device: torch.device | str,
     teacher: TeacherSpec | None = None,
+    target_devices: Sequence[torch.device] | None = None,
 ) -> list[BufferSpec]:
     """Specs of the ring's S slots and of each target's input and output buffers, on `device`.
 
@@ -280,8 +281,10 @@ def slot_specs(
 
     Args:
         feature_size: N*D.
+        target_devices: where each target's buffers lie; None is the slots' device.
     """
     device = torch.device(device)
+    homes = list(target_devices or [device] * num_targets)
     features = (token_budget, feature_size)
     per_token, per_anchor, per_row = (token_budget,), (num_anchors,), (num_anchors * (block_size - 1),)
 
@@ -289,8 +292,8 @@ def slot_specs(
         return BufferSpec(f"slot.{name}", (num_slots, *shape), dtype, device, "targets", ("drafter",), fill)
 
     outputs = [
-        BufferSpec(f"target.{i}.{name}", size, dtype, device, f"target {i}", (f"target {i}",))
-        for i in range(num_targets)
+        BufferSpec(f"target.{i}.{name}", size, dtype, home, f"target {i}", (f"target {i}",))
+        for i, home in enumerate(homes)
         for name, size, dtype in (("token_ids", per_token, torch.int64), ("output", features, feature_dtype))
     ]
     slots = [
@@ -308,7 +311,7 @@ def slot_specs(
     if teacher is not None:
         slots.append(slot("teacher_rows", per_row, torch.int64))
         slots += [slot(name, shape, dtype) for name, (shape, dtype) in teacher.statistics.items()]
-        outputs += [spec for i in range(num_targets) for spec in teacher.target_specs(i, device)]
+        outputs += [spec for i, home in enumerate(homes) for spec in teacher.target_specs(i, home)]
     return [*slots, *outputs]
 
 

@@ -128,7 +128,7 @@ class Trainer:
         """
         plan, config = self.plan, self.plan.config
         set_cpu_threads(config.devices.drafter_threads, config.devices.num_targets + 1)
-        context = self.context = make_context(self.name, plan, self._phase, self._observer)
+        context = self.context = make_context(self.name, plan.device, plan, self._phase, self._observer)
         context.__enter__()
         target = self.targets[0].target
         assert target is not None, "targets are set up before the drafter"

@@ -21,6 +21,7 @@ from torch import Tensor
 from dflash_graph.control import RunControl, Stopped
 from dflash_graph.dispatch import PaddedJob
 from dflash_graph.graphs import CapturePhase, Observer, StepGraph, WorkerContext
+from dflash_graph.handoff import FeatureCopy, choose_route
 from dflash_graph.kernels import teacher_statistics as teacher_op
 from dflash_graph.plan import RunPlan
 from dflash_graph.schedule import EpochSchedule
@@ -197,7 +198,7 @@ class TeacherHead:
             hidden_size=plan.teacher.hidden_size,
             vocab_size=head_weight.shape[0],
             dtype=plan.teacher.dtype,
-            device=plan.device,
+            device=head_weight.device,
             implementation=plan.config.devices.implementation,
         )
 
@@ -267,13 +268,17 @@ class TargetWorker:
         """Load the target, check its attention against transformers' own, and capture its step for each bucket."""
         plan = self._plan
         set_cpu_threads(plan.config.devices.target_threads, plan.config.devices.num_targets + 1)
-        context = self.context = make_context(self.name, plan, self._phase, self._observer)
+        device = plan.target_devices[self._index]
+        context = self.context = make_context(self.name, device, plan, self._phase, self._observer)
         context.__enter__()
+        self._copy = FeatureCopy(
+            device, plan.device, choose_route(device, plan.device, strict=plan.config.graphs.strict)
+        )
         target = Target(
             plan.config.target,
             target_layer_ids=plan.spec.target_layer_ids,
             output=self._output,
-            device=plan.device,
+            device=device,
             dtype=plan.target_dtype,
             keep_layers=plan.spec.num_hidden_layers if plan.config.drafter.init == "target" else 0,
             teacher_hidden=None if plan.teacher is None else self._table[f"target.{self._index}.teacher_hidden"],
@@ -285,6 +290,7 @@ class TargetWorker:
         outputs = {"output": self._output}
         if self._teacher is not None:
             outputs |= self._teacher.buffers | self._teacher.statistics
+        self._copy.reserve({"features": self._output, **({} if self._teacher is None else self._teacher.statistics)})
         for bucket in plan.buckets:
             self._steps[bucket.length] = context.graph(
                 f"target.{bucket.length}",
@@ -299,13 +305,15 @@ class TargetWorker:
         """Fill slots until the job list is exhausted."""
         while (lease := self._ring.take(self._source, self.name)) is not None:
             started = time.monotonic()
-            self._ring.wait_drained(lease)
             with self._turn:
-                for name, tensor in self._forward(lease.job).items():
-                    self._table[f"slot.{name}"][lease.slot].copy_(tensor)
-            write_metadata(self._table, lease.slot, lease.job)
-            self.busy_s += time.monotonic() - started
-            self._ring.filled(lease)
+                results = self._forward(lease.job)
+                with self._copy.order():
+                    self._ring.wait_drained(lease)
+                    for name, tensor in results.items():
+                        self._copy.copy(name, self._table[f"slot.{name}"][lease.slot], tensor)
+                    write_metadata(self._table, lease.slot, lease.job)
+                    self.busy_s += time.monotonic() - started
+                    self._ring.filled(lease)
             self._control.beat()
 
     def close(self) -> None:
@@ -332,8 +340,8 @@ class TargetWorker:
         """
         assert self.target is not None
         self.target.forward(job.token_ids.to(self._output.device), job.num_rows, job.bucket_length)
-        metadata = {name: getattr(job, name).to(self._output.device) for name in SLOT_METADATA}
-        return {"features": self._output} | metadata
+        metadata = {name: getattr(job, name).to(self._plan.device) for name in SLOT_METADATA}
+        return {"features": self._output.to(self._plan.device)} | metadata
 
     def _forward(self, job: PaddedJob) -> dict[str, Tensor]:
         """Run the target over a job: its features (T, N*D) and, if the loss needs them, the teacher's statistics."""
@@ -359,13 +367,16 @@ class TargetWorker:
         self._teacher.compute()
 
     def _synchronize(self) -> None:
-        if self._output.is_cuda:
-            torch.cuda.synchronize(self._output.device)
+        for device in {self._output.device, self._plan.device}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
 
-def make_context(name: str, plan: RunPlan, phase: CapturePhase, observer: Observer | None) -> WorkerContext:
+def make_context(
+    name: str, device: torch.device, plan: RunPlan, phase: CapturePhase, observer: Observer | None
+) -> WorkerContext:
     """The context of one worker of a run; to be entered in its thread."""
     config = plan.config
     return WorkerContext(
-        name, plan.device, mode=config.graph_mode, phase=phase, warmups=config.graphs.warmups, observer=observer
+        name, device, mode=config.graph_mode, phase=phase, warmups=config.graphs.warmups, observer=observer
     )

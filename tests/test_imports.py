@@ -17,7 +17,7 @@ ORDER = [
     "config", "chat", "data_writer", "data", "schedule", "padding", "dispatch", "ring", "pool",
     "static_buffers", "attention", "target", "kernels", "counters", "drafter", "step", "counts", "metrics", "settings",
     "checkpoint_files", "checkpoint", "initialise", "plain_drafter", "decoding", "baselines", "report", "evaluation",
-    "plot", "plan", "workers", "trainer", "training", "debug_checks",
+    "plot", "plan", "handoff", "workers", "trainer", "training", "debug_checks",
     "debugging", "__init__", "__main__",
 ]  # fmt: skip
 
