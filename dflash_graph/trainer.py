@@ -21,6 +21,7 @@ from dflash_graph.counts import ratio
 from dflash_graph.drafter import FlatParameters
 from dflash_graph.graphs import CapturePhase, Observer, WorkerContext
 from dflash_graph.initialise import initial_parameters
+from dflash_graph.memory import DeviceMemory, measure
 from dflash_graph.metrics import MetricsLogger
 from dflash_graph.padding import PaddedJob, pad_job
 from dflash_graph.plan import RunPlan
@@ -165,6 +166,24 @@ class Trainer:
         self._addresses = self.step.addresses()
         self.step.make_graphs(context, validation=bool(self._validation_jobs))
         context.prepare()
+        if plan.device.type == "cuda":
+            print("memory", *self.memory(), sep="\n", flush=True)
+
+    def memory(self) -> list[DeviceMemory]:
+        """Bytes of each device, planned and measured; once every worker is set up."""
+        contexts = [*(target.context for target in self.targets), self.context]
+        models = [target.target.decoder for target in self.targets if target.target is not None]
+        drafter, optimizer = self.step.state_tensors()
+        state = [*drafter.values(), *optimizer.values(), *self.step.parameters.grads.values()]
+        return measure(
+            self.table,
+            {
+                "weights": [tensor for model in models for tensor in (*model.parameters(), *model.buffers())],
+                "head and embedding": [self.step.head_weight, self.step.drafter.embed_weight],
+                "drafter state": [*state, *self.step.parameters.compute.values()],
+            },
+            [(context.device, context.memory()) for context in contexts if context is not None],
+        )
 
     def check_addresses(self) -> None:
         """Raise if anything a step touches was moved or rebound since set-up."""

@@ -97,6 +97,25 @@ def test_a_resumed_recorded_run_ends_where_the_straight_one_does(
     assert weights(tmp_path / "run") == weights(tmp_path / "straight")
 
 
+def test_memory_figures_hold_every_byte_of_a_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU nothing is measured; the plan is the same sum as on a GPU."""
+    figures: list[Any] = []
+    load = Trainer.load
+
+    def noting(self: Trainer) -> None:
+        load(self)
+        figures.extend(self.memory())
+
+    monkeypatch.setattr(Trainer, "load", noting)
+    train(tiny_config(tiny, tmp_path / "run"), dry_run=True)
+    (found,) = figures
+    shapes = {"embed": 96 * 32, "layers": 4 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 64 * 32 + 2 * 32)}
+    assert found.planned["weights"] >= 4 * sum(shapes.values())
+    assert found.planned["head and embedding"] == 4 * 96 * 32  # the embedding is the target's own tensor
+    assert found.planned["drafter state"] > 3 * found.planned["weights"] // 4
+    assert found.measured == {"allocated": 0, "reserved": 0, "graph_pool": 0}
+
+
 # ---- the life of graphs in a run ------------------------------------------------------------------------------------
 
 
