@@ -1,20 +1,22 @@
-"""Fixed-shape training engine for DFlash drafters. `train`, `evaluate`, `prepare` and `load_config` are the way in."""
+"""Fixed-shape training engine for DFlash drafters. `train`, `debug`, `evaluate`, `prepare` and `load_config` are the way in."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dflash_graph.config import Config, load_config
     from dflash_graph.data import prepare
+    from dflash_graph.debugging import debug
     from dflash_graph.evaluation import evaluate
     from dflash_graph.training import train
 
-__all__ = ["Config", "evaluate", "load_config", "prepare", "train"]
+__all__ = ["Config", "debug", "evaluate", "load_config", "prepare", "train"]
 __version__ = "0.1.0"
 
 _PLACES = {
     "Config": "config",
     "load_config": "config",
     "prepare": "data",
+    "debug": "debugging",
     "evaluate": "evaluation",
     "train": "training",
 }
