@@ -1,4 +1,4 @@
-"""Fixed-shape training engine for DFlash drafters. `train`, `debug`, `evaluate`, `prepare` and `load_config` are the way in."""
+"""Fixed-shape training engine for DFlash drafters: `load_config`, then `prepare`, `debug`, `train`, `evaluate`."""
 
 from typing import TYPE_CHECKING, Any
 
