@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how steps run, short for graphs.mode; debug checks the first steps and names what a graph cannot hold",
     )
     train.add_argument("--dry-run", action="store_true", help="validate, print the plan and its buffers, run one step")
+    debug.add_argument("--dot", type=Path, help="on CUDA, an existing folder for a drawing of each graph")
     debug.add_argument("--json", type=Path, help="also write the report to this file")
     evaluate = commands.add_parser("eval", help="measure accept_length by speculative decoding")
     evaluate.add_argument("run", type=Path, help="run folder or checkpoint folder")
@@ -75,7 +76,9 @@ def _debug(args: argparse.Namespace) -> int:
     _check_json(args.json)
     from dflash_graph.debugging import debug
 
-    report = debug(config)
+    if args.dot is not None and not args.dot.is_dir():
+        raise ValueError(f"--dot must name an existing folder; found {args.dot}")
+    report = debug(config, dot=args.dot)
     print(report)
     _write_json(args.json, report.to_dict())
     return 1 if report.findings else 0

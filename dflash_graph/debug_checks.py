@@ -6,10 +6,12 @@ watches a thread's use of the ring's slots. Both return findings and raise nothi
 
 import hashlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_graph.findings import Finding, Site, SiteFinder
+from dflash_graph.graph_backends import CudaBackend
 from dflash_graph.graphs import GraphBackend, GraphError
 from dflash_graph.ring import Ring, SlotState
 from dflash_graph.static_buffers import BufferTable
@@ -60,16 +63,18 @@ class StepReport:
     worker: str
     num_ops: int
     num_external: int
+    captured: dict[str, Any]  # seconds of the capture, bytes of the pool; on CUDA the nodes by kernel, too
     findings: list[Finding]
 
 
-def check_step(step: StepUnderTest, backend: GraphBackend) -> StepReport:
+def check_step(step: StepUnderTest, backend: GraphBackend, *, dot: Path | None = None) -> StepReport:
     """All checks of one step: operations, branches, a frozen world, caches, padding, and a replay against the function.
 
     Args:
         backend: captures the step once; a tape on the CPU.
+        dot: folder for a drawing of each captured graph, on CUDA.
     """
-    check = _StepCheck(step, backend)
+    check = _StepCheck(step, backend, dot)
     with torch.no_grad():
         saved = {name: tensor.clone() for name, tensor in step.results.items()}
     try:
@@ -83,6 +88,7 @@ def check_step(step: StepUnderTest, backend: GraphBackend) -> StepReport:
         worker=step.worker,
         num_ops=len(trace),
         num_external=len(trace.external_addresses()),
+        captured=check.captured,
         findings=findings,
     )
 
@@ -97,8 +103,9 @@ def distinct(findings: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
 
 
 class _StepCheck:
-    def __init__(self, step: StepUnderTest, backend: GraphBackend) -> None:
-        self.step, self.backend = step, backend
+    def __init__(self, step: StepUnderTest, backend: GraphBackend, dot: Path | None) -> None:
+        self.step, self.backend, self.dot = step, backend, dot
+        self.captured: dict[str, Any] = {}
         self.findings: list[Finding] = []
         self.trace = Trace()
 
@@ -156,7 +163,15 @@ class _StepCheck:
         values = []
         for _ in range(2):
             self._prepare(3, start)
-            self.step.function()
+            with _syncs_refused(self.step.device):
+                try:
+                    self.step.function()
+                except RuntimeError as error:
+                    if "synchroniz" not in str(error):
+                        raise
+                    site = error_site(error)
+                    self.findings.append(Finding("host_sync", str(error), _SYNC_MEANING, _SYNC_ADVICE, site))
+                    return False
             values.append(self._values())
         return self._different(*values) is None
 
@@ -216,26 +231,74 @@ class _StepCheck:
     def _check_replay(self, start: Mapping[str, Tensor]) -> None:
         """Capture once, replay over other data, and compare with the function bit for bit."""
         self._prepare(1, start)
+        started = time.monotonic()
         try:
+            self.backend.warm_up(self.step.function)
             captured = self.backend.capture(self.step.function)
         except Exception as error:
             what = str(error) if isinstance(error, GraphError) else f"{type(error).__name__}: {error}"
             self.findings.append(_finding("capture", f"the step cannot be captured: {what}"))
             return
+        self.captured["seconds"] = round(time.monotonic() - started, 3)
+        self.captured["pool_bytes"] = self.backend.memory()["graph_pool"]
+        if isinstance(self.backend, CudaBackend):
+            self.captured["nodes"] = self.backend.census(captured)
+            if self.dot is not None:
+                self.backend.dump(captured, self.dot / f"{self.step.worker}-{self.step.name}.dot")
         try:
-            for data in (4, 5):
+            for data in range(4, 8):
                 self._prepare(data, start)
                 self.step.function()
                 expected = self._values()
                 self._prepare(data, start)
+                before = _allocations(self.step.device)
                 captured.replay()
                 self.backend.synchronize()
+                if grown := _allocations(self.step.device) - before:
+                    self.findings.append(_finding("replay", f"a replay allocated memory {grown} times"))
+                    return
                 name = self._different(expected, self._values())
                 if name is not None:
                     self.findings.append(_finding("replay", f"{name} after a replay differs from the function's"))
                     return
         finally:
             captured.reset()
+
+
+_SYNC_MEANING = "CUDA was asked to wait for the device inside the step: capture fails"
+_SYNC_ADVICE = (
+    "move it out of the step, or use a form that does not wait (non_blocking copies, values kept on the device)"
+)
+
+
+@contextmanager
+def _syncs_refused(device: torch.device) -> Iterator[None]:
+    """On CUDA torch raises at each synchronisation that it knows of."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _allocations(device: torch.device) -> int:
+    """Allocations by this process on a device so far; 0 on the CPU, which does not count them."""
+    return int(torch.cuda.memory_stats(device)["allocation.all.allocated"]) if device.type == "cuda" else 0
+
+
+def error_site(error: BaseException) -> Site | None:
+    """The innermost line of an error's traceback that is in nobody's library."""
+    finder, site, trace = SiteFinder(None), None, error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if finder.caller(frame) is frame:
+            site = finder.find(frame)[0] or site
+        trace = trace.tb_next
+    return site
 
 
 def _finding(check: str, what: str) -> Finding:

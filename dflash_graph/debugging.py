@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,16 @@ import transformers
 from torch import Tensor
 
 from dflash_graph.config import Config
-from dflash_graph.debug_checks import SlotGuard, StepReport, StepUnderTest, check_step, distinct, swapped
-from dflash_graph.findings import Finding, SiteFinder
+from dflash_graph.debug_checks import (
+    SlotGuard,
+    StepReport,
+    StepUnderTest,
+    check_step,
+    distinct,
+    error_site,
+    swapped,
+)
+from dflash_graph.findings import Finding
 from dflash_graph.graph_backends import CudaBackend, GraphBackend, TapeBackend
 from dflash_graph.graphs import StepGraph
 from dflash_graph.observer import TrainingObserver
@@ -56,7 +65,7 @@ class DebugReport:
         }
 
     def __str__(self) -> str:
-        lines = [f"{step.worker:<10} {step.name:<18} {step.num_ops:6} operations" for step in self.steps]
+        lines = [_line(step) for step in self.steps]
         lines += [str(finding) for finding in self.findings]
         count = len(self.findings)
         verdict = "nothing stands in the way of a capture" if not count else f"{count} finding{'s' * (count > 1)}"
@@ -64,10 +73,19 @@ class DebugReport:
         return "\n".join(lines)
 
 
-def debug(config: Config, *, trained_steps: int = TRIED_STEPS) -> DebugReport:
+def _line(step: StepReport) -> str:
+    nodes = step.captured.get("nodes")
+    graph = f", {sum(nodes.values())} nodes" if nodes else ""
+    if pool := step.captured.get("pool_bytes"):
+        graph += f", captured in {step.captured['seconds']:.1f} s, graph pool {pool / 2**20:.1f} MiB so far"
+    return f"{step.worker:<10} {step.name:<18} {step.num_ops:6} operations{graph}"
+
+
+def debug(config: Config, *, trained_steps: int = TRIED_STEPS, dot: str | Path | None = None) -> DebugReport:
     """Check a configuration; see the module.
 
     Args:
+        dot: on CUDA, an existing folder for a drawing of each graph.
         trained_steps: optimizer steps that the workers run under watch after the checks of single steps.
 
     Raises:
@@ -82,7 +100,7 @@ def debug(config: Config, *, trained_steps: int = TRIED_STEPS) -> DebugReport:
     workers: list[_Inspected] = []
 
     def wrap(worker: Worker) -> Worker:
-        workers.append(_Inspected(worker, run, report))
+        workers.append(_Inspected(worker, run, report, None if dot is None else Path(dot)))
         return workers[-1]
 
     try:
@@ -109,19 +127,13 @@ def _environment() -> dict[str, str]:
 
 def _failure(error: Exception) -> Finding:
     """The error that ended the run, at the innermost of its lines that is nobody's library."""
-    finder, site, trace = SiteFinder(None), None, error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        if finder.caller(frame) is frame:
-            site = finder.find(frame)[0] or site
-        trace = trace.tb_next
     notes = "; ".join(getattr(error, "__notes__", []))
     return Finding(
         "error",
         f"{type(error).__name__}: {error}{f' ({notes})' if notes else ''}",
         "the step cannot run at all, or not a second time",
         "see the message; findings above or below may have the same cause",
-        site,
+        error_site(error),
     )
 
 
@@ -144,7 +156,8 @@ class CollectingObserver(TrainingObserver):
 class _Inspected:
     """A worker that is checked after its set-up and watched while it works, in its own thread."""
 
-    def __init__(self, worker: Worker, run: Run, report: DebugReport) -> None:
+    def __init__(self, worker: Worker, run: Run, report: DebugReport, dot: Path | None) -> None:
+        self._dot = dot
         self.name, self._worker, self._run, self._report = worker.name, worker, run, report
         self.findings: list[Finding] = []
 
@@ -159,7 +172,7 @@ class _Inspected:
             backend = worker.context.backend
             assert isinstance(backend, CudaBackend)
         for step in steps:
-            self._report.steps.append(check_step(step, backend))
+            self._report.steps.append(check_step(step, backend, dot=self._dot))
         if isinstance(worker, Trainer):
             self.findings += _check_resume(worker, plan)
 
