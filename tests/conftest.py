@@ -2,6 +2,7 @@
 
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,3 +39,13 @@ def _seeded() -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)  # toy sizes: more threads would only wait for each other
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small target, training rows and held-out rows, for whole runs (`tests/tiny.py`)."""
+    from tests.tiny import make_tiny
+
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny(folder)
+    return folder

@@ -13,14 +13,7 @@ from dflash_graph.initialise import initial_parameters, random_parameters
 from dflash_graph.plan import make_plan
 from dflash_graph.target import Target, load_full_model
 from dflash_graph.training import train
-from tests.tiny import make_tiny, tiny_config, weights
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder)
-    return folder
+from tests.tiny import tiny_config, weights
 
 
 def _spec(tiny: Path, *overrides: str) -> DrafterSpec:

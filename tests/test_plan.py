@@ -8,14 +8,7 @@ import pytest
 from dflash_graph import plan as plan_module
 from dflash_graph.plan import make_plan
 from dflash_graph.training import train
-from tests.tiny import make_tiny, tiny_config, weights
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder)
-    return folder
+from tests.tiny import tiny_config, weights
 
 
 @pytest.mark.parametrize("fitting", [1, 2, 4, 8])

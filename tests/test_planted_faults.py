@@ -16,16 +16,9 @@ from dflash_graph.findings import Finding
 from dflash_graph.step import DrafterStep
 from dflash_graph.target import Target
 from dflash_graph.trainer import Trainer
-from tests.tiny import make_tiny, tiny_config
+from tests.tiny import tiny_config
 
 Patch = pytest.MonkeyPatch
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder)
-    return folder
 
 
 def run_debug(tiny: Path, *overrides: str) -> DebugReport:

@@ -30,14 +30,7 @@ from dflash_graph.step import DrafterStep
 from dflash_graph.target import Target, load_full_model
 from dflash_graph.trainer import Trainer
 from dflash_graph.training import train
-from tests.tiny import make_tiny, tiny_config, tiny_settings, weights
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder)
-    return folder
+from tests.tiny import tiny_config, tiny_settings, weights
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,7 @@ from dflash_graph.target import Target
 from dflash_graph.trainer import Trainer
 from dflash_graph.training import train
 from dflash_graph.workers import TargetWorker
-from tests.tiny import make_tiny, tiny_config
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder)
-    return folder
+from tests.tiny import tiny_config
 
 
 class Planted(Exception):
