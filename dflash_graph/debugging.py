@@ -69,7 +69,10 @@ class DebugReport:
         lines += [str(finding) for finding in self.findings]
         count = len(self.findings)
         verdict = "nothing stands in the way of a capture" if not count else f"{count} finding{'s' * (count > 1)}"
-        lines.append(f"{len(self.steps)} steps checked, {self.trained_steps} steps trained under watch: {verdict}")
+        lines.append(
+            f"{self.environment['device']}: {len(self.steps)} steps checked, {self.trained_steps} steps trained under "
+            f"watch: {verdict}"
+        )
         return "\n".join(lines)
 
 
@@ -82,7 +85,7 @@ def _line(step: StepReport) -> str:
 
 
 def debug(config: Config, *, trained_steps: int = TRIED_STEPS, dot: str | Path | None = None) -> DebugReport:
-    """Check a configuration; see the module.
+    """Check a configuration; see the module. Without a GPU, the CPU stands in for devices.device=cuda.
 
     Args:
         dot: on CUDA, an existing folder for a drawing of each graph.
@@ -92,9 +95,13 @@ def debug(config: Config, *, trained_steps: int = TRIED_STEPS, dot: str | Path |
         ValueError: the configuration itself is refused, as `train` would.
     """
     started = time.monotonic()
-    config = replace(config, graphs=replace(config.graphs, mode="debug"))
+    devices, stand_in = config.devices, ""
+    if devices.device == "cuda" and not torch.cuda.is_available():
+        devices = replace(devices, device="cpu", target_devices=None, kernels="auto")
+        stand_in = ", whose CPU stands in for devices.device=cuda"
+    config = replace(config, devices=devices, graphs=replace(config.graphs, mode="debug"))
     plan = make_plan(config)
-    report = DebugReport(environment=_environment())
+    report = DebugReport(environment=_environment(stand_in))
     observer = CollectingObserver(steps=config.graphs.debug_steps, every=1)
     run = Run(plan, {}, dry_steps=trained_steps, observer=observer)
     workers: list[_Inspected] = []
@@ -115,10 +122,10 @@ def debug(config: Config, *, trained_steps: int = TRIED_STEPS, dot: str | Path |
     return report
 
 
-def _environment() -> dict[str, str]:
+def _environment(stand_in: str) -> dict[str, str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return {
-        "device": device,
+        "device": device + stand_in,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -173,6 +180,7 @@ class _Inspected:
             assert isinstance(backend, CudaBackend)
         for step in steps:
             self._report.steps.append(check_step(step, backend, dot=self._dot))
+            self._run.control.beat()  # the other workers wait meanwhile
         if isinstance(worker, Trainer):
             self.findings += _check_resume(worker, plan)
 

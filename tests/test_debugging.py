@@ -71,6 +71,20 @@ def test_the_demo_is_clean(tmp_path: Path) -> None:
     assert code == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_configuration_for_cuda_is_checked_where_there_is_none(tmp_path: Path) -> None:
+    make_tiny(tmp_path)
+    cuda = (
+        "devices.device=cuda",
+        "devices.target_devices=[cuda:1]",
+        "devices.kernels=triton",
+        "graphs.mode=cuda_graph",
+    )
+    report = debug(tiny_config(tmp_path, tmp_path / "run", *SMALL, *cuda), trained_steps=1)
+    assert not report.findings, str(report)
+    assert "stands in for devices.device=cuda" in str(report)
+
+
 def test_many_micro_step_sizes_are_checked_by_a_few(tmp_path: Path) -> None:
     make_tiny(tmp_path)
     report = debug(tiny_config(tmp_path, tmp_path / "run", "drafter.num_micro_step_sizes=16"), trained_steps=1)
