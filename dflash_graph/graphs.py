@@ -7,12 +7,13 @@ difference. A graph must never be used from another thread, and nothing is captu
 """
 
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Literal, Protocol, Self, get_args
+from typing import Any, Literal, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
@@ -37,10 +38,15 @@ class CapturePhase:
 
     A device-wide synchronisation or allocation of another thread on the same device can end a capture, so no worker
     runs meanwhile; garbage collection, which may destroy CUDA objects, is off.
+
+    Args:
+        timeout_s: the longest wait for another worker's captures, compilation of kernels included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 1800.0) -> None:
         self._lock = threading.Lock()
+        self._timeout_s = timeout_s
+        self._holder: tuple[int, str] | None = None  # thread and name of who has the lock
         self._closed = False
 
     @contextmanager
@@ -48,9 +54,9 @@ class CapturePhase:
         """Capture as the only one.
 
         Raises:
-            GraphError: the phase is over.
+            GraphError: the phase is over, a turn inside a turn, or another's turn lasts too long.
         """
-        with self._lock:
+        with self._alone(who):
             if self._closed:
                 raise GraphError(
                     f"{who} must capture at start-up, before any worker runs; the capture phase is over. Declare every "
@@ -67,8 +73,25 @@ class CapturePhase:
 
     def close(self) -> None:
         """From now on nothing is captured. Waits for a turn that is under way."""
-        with self._lock:
+        with self._alone("the end of the capture phase"):
             self._closed = True
+
+    @contextmanager
+    def _alone(self, who: str) -> Iterator[None]:
+        holder = self._holder
+        if holder is not None and holder[0] == threading.get_ident():
+            raise GraphError(f"{who} must wait until {holder[1]}, in the same thread, has captured")
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise GraphError(
+                f"{who} waited {self._timeout_s:g} s for its turn in the capture phase; "
+                f"{holder[1] if holder else 'another worker'} is still capturing. See what holds it up"
+            )
+        try:
+            self._holder = threading.get_ident(), who
+            yield
+        finally:
+            self._holder = None
+            self._lock.release()
 
     @property
     def closed(self) -> bool:
@@ -101,7 +124,17 @@ class StepGraph:
         self.calls, self.capture_s = 0, 0.0
         self._context = context
         self._captured: Captured | None = None
-        self._addresses = {name: _signature(tensor) for name, tensor in self._tensors().items()}
+        self._declared = inputs, outputs, state  # as given: a mapping that is rebound shows
+        self._addresses: dict[str, _Signature] = {}
+        for mapping in self._declared:
+            for tensor_name, tensor in mapping.items():
+                if self._addresses.setdefault(tensor_name, _signature(tensor)) != _signature(tensor):
+                    raise ValueError(f"tensors of {name} need names of their own; two are called {tensor_name!r}")
+                if not _same_device(tensor.device, context.device):
+                    raise ValueError(
+                        f"tensors of {name} must lie on {context.device}, the device of worker {context.name!r}; "
+                        f"{tensor_name} is on {tensor.device}. Copy it there between two calls"
+                    )
 
     @property
     def mode(self) -> Mode:
@@ -124,11 +157,14 @@ class StepGraph:
         """Run the step once.
 
         Raises:
-            GraphError: another thread than the worker's, before `prepare`, or after `close`.
+            GraphError: another thread than the worker's, another stream, before `prepare`, or after `close`.
         """
         context = self._context
         context.check_usable(self.name)
+        if context.preparing:
+            raise GraphError(f"{self.name} must not be called while {context.preparing} is captured; call its function")
         if self._captured is not None:
+            context.backend.check_stream(self.name)
             self._captured.replay()
         elif context.mode in CAPTURING_MODES:
             raise GraphError(f"{self.name} must be captured before it runs; call prepare() of worker {context.name!r}")
@@ -144,9 +180,11 @@ class StepGraph:
         Raises:
             GraphError: names each one that did, with what it was and is.
         """
-        now = {name: _signature(tensor) for name, tensor in self._tensors().items()}
+        now = {name: _signature(tensor) for mapping in self._declared for name, tensor in mapping.items()}
         moved = [
-            f"{name}: was {self._addresses[name]}, is {now[name]}" for name in now if now[name] != self._addresses[name]
+            f"{name}: was {was}, is {now.get(name, 'gone')}"
+            for name, was in self._addresses.items()
+            if now.get(name) != was
         ]
         if moved:
             raise GraphError(
@@ -154,21 +192,24 @@ class StepGraph:
                 "shape, strides, dtype):\n" + "\n".join(moved)
             )
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return self.inputs | self.outputs | self.state
-
     def _prepare(self, backend: GraphBackend, warmups: int) -> None:
         started = time.monotonic()
         for i in range(warmups):
-            before = backend.allocations()
-            self.function()
-            backend.synchronize()
-            if i and i == warmups - 1 and backend.allocations() != before:
+            before = backend.pool_bytes()
+            backend.warm_up(self.function)
+            grown = backend.pool_bytes() - before
+            if i and i == warmups - 1 and grown:
                 raise GraphError(
-                    f"{self.name} must find all its memory by its last warm-up; it still allocated device memory in "
+                    f"{self.name} must find all its memory by its last warm-up; it allocated {grown:,} bytes more in "
                     f"warm-up {warmups}. Raise graphs.warmups, or look for an allocation that grows from step to step"
                 )
-        self._captured = backend.capture(self.function)
+        captured = backend.capture(self.function)
+        try:
+            self.check_addresses()
+        except GraphError:
+            captured.reset()
+            raise
+        self._captured = captured
         self.capture_s = time.monotonic() - started
 
     def _reset(self) -> None:
@@ -210,13 +251,15 @@ class WorkerContext:
             )
         if mode == "recorded" and self.device.type == "cuda":
             raise ValueError(f"mode recorded is the CPU's stand-in; worker {name!r} is on {device}. Use cuda_graph")
-        if warmups < 1:
-            raise ValueError(f"warmups must be at least 1; found {warmups}")
+        least = 3 if mode == "cuda_graph" else 1
+        if warmups < least:
+            raise ValueError(f"warmups must be at least {least} in mode {mode}; found {warmups}")
         self.warmups, self.observer = warmups, observer
         self.graphs: list[StepGraph] = []
         self._backend: GraphBackend = backend or (
             CudaBackend(self.device, debug=mode == "debug") if self.device.type == "cuda" else TapeBackend()
         )
+        self.preparing = ""  # name of the step that is warmed up or captured now
         self._thread: int | None = None
         self._closed = False
         self._stack = ExitStack()
@@ -224,6 +267,11 @@ class WorkerContext:
     @property
     def backend(self) -> GraphBackend:
         return self._backend
+
+    @property
+    def stream(self) -> Any:
+        """The worker's own stream, current while the context is open; None on a CPU."""
+        return self._backend.stream
 
     def __enter__(self) -> Self:
         if self._thread is not None:
@@ -243,15 +291,24 @@ class WorkerContext:
         self.close()
 
     def close(self) -> None:
-        """Destroy the graphs, then the pool, and restore the thread. Idempotent."""
+        """Destroy the graphs, then the pool, and restore the thread; in the worker's thread. Idempotent.
+
+        While an error is under way, one of the teardown becomes a note of it: the first is the one to tell.
+        """
         if self._closed:
             return
+        if self._thread is not None:
+            self._check_thread("close()")
+        first = sys.exc_info()[1]
         self._closed = True
         try:
-            for graph in reversed(self.graphs):
-                graph._reset()
-        finally:
-            self._stack.close()
+            with self._stack, ExitStack() as graphs:
+                for graph in self.graphs:
+                    graphs.callback(graph._reset)
+        except Exception as error:
+            if first is None:
+                raise
+            first.add_note(f"the end of worker {self.name!r} failed, too: {type(error).__name__}: {error}")
 
     def check_usable(self, what: str) -> None:
         """Raise a GraphError unless the caller is the worker's thread and the context is open."""
@@ -259,6 +316,9 @@ class WorkerContext:
             raise GraphError(f"{what} of worker {self.name!r} was destroyed with its context; it cannot run any more")
         if self._thread is None:
             raise GraphError(f"enter the context of worker {self.name!r} in its thread before {what} is used")
+        self._check_thread(what)
+
+    def _check_thread(self, what: str) -> None:
         if threading.get_ident() != self._thread:
             raise GraphError(
                 f"{what} belongs to the thread of worker {self.name!r}; found thread "
@@ -299,31 +359,48 @@ class WorkerContext:
         if self.mode not in CAPTURING_MODES or not waiting:
             return
         with self.phase.turn(self.name):
-            saved = self._save({name: t for g in waiting for name, t in (g.state | g.outputs).items()})
-            try:
+            self._backend.check_stream("prepare()")
+            with self._restored(waiting):
                 for graph in waiting:
                     self._prepare(graph)
-            finally:
-                with torch.no_grad():
-                    for tensor, value in saved:
-                        tensor.copy_(value)
-                self._backend.synchronize()
+            self._backend.trim()  # the copies' memory
+
+    @contextmanager
+    def _restored(self, graphs: list[StepGraph]) -> Iterator[None]:
+        """Give state and outputs the values they had, whatever happens."""
+        saved = self._save({f"{g.name} {name}": t for g in graphs for name, t in (g.state | g.outputs).items()})
+
+        def restore() -> None:
+            with torch.inference_mode():  # a step may have made an output in that mode
+                for tensor, value in saved:
+                    tensor.copy_(value)
+            self._backend.synchronize()
+            saved.clear()
+
+        try:
+            yield
+        except BaseException as first:
+            try:
+                restore()
+            except Exception as error:
+                first.add_note(f"state could not be restored, too: {type(error).__name__}: {error}")
+            raise
+        restore()
 
     def _prepare(self, graph: StepGraph) -> None:
+        self.preparing = graph.name
         try:
             graph._prepare(self._backend, self.warmups)
-        except GraphError:
-            raise
         except Exception as error:
-            raise GraphError(
-                f"worker {self.name!r} could not capture {graph.name}: {type(error).__name__}: {error}. Run "
-                "`dflash-graph debug` with this configuration to see which line stands in the way, or use "
-                "graphs.mode=eager"
-            ) from error
+            kind = "" if isinstance(error, GraphError) else f"{type(error).__name__}: "
+            advice = _OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else _NOT_CAPTURED
+            raise GraphError(f"worker {self.name!r} could not capture {graph.name}: {kind}{error}. {advice}") from error
+        finally:
+            self.preparing = ""
 
     def _save(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Copies of the tensors, on the host where the device has no room for them."""
-        distinct = {(t.data_ptr(), t.shape, t.stride()): t for t in tensors.values()}.values()
+        distinct = {_signature(t): t for t in tensors.values()}.values()
         room = sum(t.nbytes for t in distinct) < self._backend.free_bytes() // 2
         return [(t, t.detach().clone() if room else t.detach().to("cpu", copy=True)) for t in distinct]
 
@@ -332,5 +409,19 @@ class WorkerContext:
         return self._backend.memory()
 
 
-def _signature(tensor: Tensor) -> tuple[object, ...]:
+_NOT_CAPTURED = (
+    "Run `dflash-graph debug` with this configuration to see which line stands in the way, or use graphs.mode=eager"
+)
+_OUT_OF_MEMORY = (
+    "The graphs of a worker hold their memory for the whole run: lower schedule.token_budget or schedule.slots, raise "
+    "devices.anchor_groups, or use graphs.mode=eager"
+)
+_Signature = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def _signature(tensor: Tensor) -> _Signature:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _same_device(found: torch.device, wanted: torch.device) -> bool:
+    return found.type == wanted.type and (wanted.index is None or found.index is None or found.index == wanted.index)
