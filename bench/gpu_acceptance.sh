@@ -7,7 +7,7 @@
 # Needs one CUDA device, Python (PYTHON, by default python3) with PyTorch and Triton, under 8 minutes, and no network:
 # packages that are missing are unpacked from the wheels in WHEELS_DIR, and named if they are not there either.
 # Writes RESULTS_DIR/gpu_acceptance.json and one log for each part. Every part runs, whatever happens to the others.
-# Exit status: 0 all parts passed, 1 a part failed, 2 wrong arguments or a package is missing, 3 no CUDA device.
+# Exit status: 0 all parts passed, 1 a part failed, 2 wrong arguments, no Python or a package missing, 3 no CUDA device.
 set -u
 if [ $# -lt 1 ] || [ $# -gt 2 ]; then
   echo "usage: bash bench/gpu_acceptance.sh RESULTS_DIR [WHEELS_DIR]" >&2
@@ -18,6 +18,7 @@ if ! command -v "$PYTHON" >/dev/null; then
   echo "PYTHON must name a Python interpreter with PyTorch; found '$PYTHON', which cannot be run" >&2
   exit 2
 fi
+case $PYTHON in */*) PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON") ;; esac
 mkdir -p "$1" || exit 2
 RESULTS=$(cd "$1" && pwd)
 WHEELS=""
@@ -39,7 +40,7 @@ NEEDED = {  # import name -> distribution; those behind the first few are what t
     "annotated_types": "annotated_types", "typing_inspection": "typing_inspection", "omegaconf": "omegaconf",
     "pytest": "pytest", "pytest_timeout": "pytest_timeout", "pluggy": "pluggy", "iniconfig": "iniconfig",
     "packaging": "packaging", "pygments": "pygments", "transformers": "transformers", "tokenizers": "tokenizers",
-    "safetensors": "safetensors", "jinja2": "jinja2", "markupsafe": "MarkupSafe", "hypothesis": "hypothesis",
+    "safetensors": "safetensors", "jinja2": "jinja2", "markupsafe": "markupsafe", "hypothesis": "hypothesis",
     "sortedcontainers": "sortedcontainers",
 }
 site, wheels = sys.argv[1:]
@@ -76,16 +77,27 @@ part() {  # part NAME LIMIT_SECONDS COMMAND...: output to NAME.log, "status seco
   tail -n 15 "$RESULTS/$name.log" | cut -c 1-300
 }
 
-# The table needs no GPU and runs beside the tests; the benchmark runs alone. Compiling kernels is most of the tests'
-# time, so several processes share them where pytest-xdist is installed.
-part kernel_table 270 "$PYTHON" -m bench.kernel_table &
+graphs() {  # graphs PART LIMIT_SECONDS OPTION...: one part of the graph acceptance, in a process of its own
+  local name=$1 limit=$2
+  shift 2
+  part "graph_$name" "$limit" "$PYTHON" -m bench.graph_acceptance --parts "$name" --output "$SITE/graph_$name.json" "$@"
+}
+
+# What is timed runs alone; all else runs side by side: the table needs no GPU, and compiling kernels is most of the
+# tests' time, so several processes share them where pytest-xdist is installed.
+part kernel_table 250 "$PYTHON" -m bench.kernel_table &
+graphs storm 60 &
+{
+  graphs debug 80  # also compiles the kernels of the replay
+  graphs replay 150
+} &
 mapfile -t FILES < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 SPREAD=()
 if "$PYTHON" -c 'import xdist' 2>/dev/null; then SPREAD=(-n 4); fi
-part gpu_tests 270 "$PYTHON" -m pytest "${FILES[@]}" -m gpu -q "${SPREAD[@]}" --junitxml "$SITE/tests.xml"
+part gpu_tests 250 "$PYTHON" -m pytest "${FILES[@]}" -m gpu -q "${SPREAD[@]}" --junitxml "$SITE/tests.xml"
 wait
 part bench_kernels 100 "$PYTHON" -m bench.bench_kernels --output "$SITE/bench.json"
-part graphs 110 "$PYTHON" -m bench.graph_acceptance --output "$SITE/graphs.json"
+graphs times 110 --seconds 80
 
 "$PYTHON" - "$SITE" "$RESULTS" <<'END'
 import json, pathlib, sys
@@ -95,7 +107,8 @@ from bench.bench_kernels import describe
 
 site, results = map(pathlib.Path, sys.argv[1:])
 report, passed = {**describe("cuda"), "command": "bash bench/gpu_acceptance.sh", "parts": {}}, True
-for name in ("gpu_tests", "kernel_table", "bench_kernels", "graphs"):
+graphs = ("graph_storm", "graph_debug", "graph_replay", "graph_times")
+for name in ("gpu_tests", "kernel_table", "bench_kernels", *graphs):
     status, seconds = map(int, (site / f"{name}.status").read_text().split())
     part = {"status": status, "seconds": seconds}
     # 3 of the table: the rules hold, and only the committed numbers for this Triton version are missing.
@@ -113,11 +126,15 @@ except (OSError, ElementTree.ParseError) as error:
     tests |= {"passed": False, "error": str(error)}
 log = (results / "kernel_table.log").read_text().splitlines()
 report["parts"]["kernel_table"]["output"] = [line for line in log if " registers=" not in line or line[:1] in "+-"][-60:]
-for name, file in (("bench_kernels", "bench.json"), ("graphs", "graphs.json")):
+try:
+    report["parts"]["bench_kernels"]["result"] = json.loads((site / "bench.json").read_text())
+except (OSError, ValueError) as error:
+    report["parts"]["bench_kernels"] |= {"passed": False, "error": str(error)}
+for name in graphs:  # one that ran out of time has left what it had
     try:
-        report["parts"][name]["result"] = json.loads((site / file).read_text())
-    except (OSError, ValueError) as error:
-        report["parts"][name] |= {"passed": False, "error": str(error)}
+        report["parts"][name]["result"] = json.loads((site / f"{name}.json").read_text())["parts"][name[6:]]
+    except (OSError, ValueError, KeyError) as error:
+        report["parts"][name] |= {"passed": False, "error": f"{type(error).__name__}: {error}"}
 (results / "gpu_acceptance.json").write_text(json.dumps(report, indent=1) + "\n")
 for name, part in report["parts"].items():
     print(f"{name}: {'passed' if part['passed'] else 'FAILED'} in {part['seconds']} s")
