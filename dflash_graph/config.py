@@ -323,7 +323,8 @@ class GraphConfig:
     def __post_init__(self) -> None:
         for name in ("warmups", "debug_steps", "debug_every"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, f"graphs.{name} must be at least 1; found {value}")
+            least = 3 if name == "warmups" else 1  # libraries settle in the first two runs
+            _require(value is None or value >= least, f"graphs.{name} must be at least {least}; found {value}")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -25,7 +25,8 @@ _OPTIM = f"{_TORCH}optim/"
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}/"
 # These run or watch a step and are never what it does; their frames would hide the step's own.
 _HARNESS_MODULES = (
-    "findings", "interception", "op_rules", "traces", "frozen_world", "tracing", "graphs", "graph_tape", "debugging",
+    "findings", "interception", "op_rules", "traces", "frozen_world", "tracing", "graphs", "graph_backends", "observer",
+    "debug_checks", "debugging",
 )  # fmt: skip
 _HARNESS = frozenset(str(_PACKAGE / f"{name}.py") for name in _HARNESS_MODULES)
 
