@@ -1,4 +1,4 @@
-"""The command line: `dflash-graph prepare | train | debug | eval`, also `python -m dflash_graph`.
+"""The command line: `dflash-graph config | prepare | debug | train | eval | export`, also `python -m dflash_graph`.
 
 It parses arguments, calls the functions of the same names in Python, and turns an expected error into one clear line
 and exit code 2. Settings come from `--config run.yaml` and `key=value` overrides.
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_graph.config import Config, load_config
+from dflash_graph.export_command import add_export_arguments, run_export
+from dflash_graph.translate import add_config_arguments, run_config
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,6 +47,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--limit", type=int, help="use the first so many prompts")
     evaluate.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     evaluate.add_argument("--json", type=Path, help="also write the report to this file")
+    text = "write a drafter as a folder that servers load"
+    add_export_arguments(commands.add_parser("export", help=text, description=text))
+    text = "translate another trainer's configuration into one of ours"
+    add_config_arguments(commands.add_parser("config", help=text, description=text))
     return parser
 
 
@@ -114,7 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         args.overrides = [*args.overrides, *rest]
     try:
-        code = {"prepare": _prepare, "train": _train, "debug": _debug, "eval": _evaluate}[args.command](args)
+        run = {
+            "prepare": _prepare,
+            "train": _train,
+            "debug": _debug,
+            "eval": _evaluate,
+            "export": run_export,
+            "config": run_config,
+        }
+        code = run[args.command](args)
     except ValueError as error:
         print(f"dflash-graph {args.command}: {error}", file=sys.stderr)
         return 2

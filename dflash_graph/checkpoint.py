@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from dflash_graph.checkpoint_files import (
     DRAFTER,
     FORMAT,
     OPTIMIZER,
+    SERVABLE,
     STATE,
     TEMPORARY,
     Checkpoint,
@@ -149,12 +150,20 @@ class CheckpointWriter:
     Args:
         run_dir: the run folder; unfinished writes of a killed run are removed from it.
         keep: so many newest checkpoints stay, and the best by held-out accept_length.
+        write_servable: writes what servers load into a folder of the checkpoint, given the drafter's tensors, and
+            returns its files; None leaves it out.
     """
 
-    def __init__(self, run_dir: str | Path, keep: int) -> None:
+    def __init__(
+        self,
+        run_dir: str | Path,
+        keep: int,
+        write_servable: Callable[[Path, Mapping[str, Tensor]], Sequence[Path]] | None = None,
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1 checkpoint; found {keep}")
         self.folder, self.keep = Path(run_dir) / "checkpoints", keep
+        self._write_servable = write_servable
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(f"{TEMPORARY}*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -170,6 +179,8 @@ class CheckpointWriter:
         """
         check_float32({**drafter, **optimizer})
         each = _num_bytes(drafter) + _num_bytes(optimizer)
+        if self._write_servable is not None:
+            each += _num_bytes(drafter) // 2  # bf16
         held = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         needed, free = (self.keep + 2) * each, shutil.disk_usage(self.folder).free
         if free + held < needed:
@@ -297,12 +308,18 @@ class CheckpointWriter:
                 write_text(final / STATE, record_text({**record, "files": kept["files"]}))
                 return
         temporary.mkdir()
-        files = {}
+        paths = []
         for name, tensors in self._host.items():
-            path = temporary / name
-            save_file(tensors, path)
-            sync(path)
-            files[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+            paths.append(temporary / name)
+            save_file(tensors, paths[-1])
+            sync(paths[-1])
+        if self._write_servable is not None:
+            paths += self._write_servable(temporary / SERVABLE, self._host[DRAFTER])
+            sync(temporary / SERVABLE)
+        files = {
+            path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+            for path in paths
+        }
         write_text(temporary / STATE, record_text({**record, "files": files}))
         for name in files:
             shutil.copymode(temporary / STATE, temporary / name)  # safetensors makes files that only the owner can read

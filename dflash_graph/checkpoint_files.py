@@ -23,6 +23,7 @@ from torch import Tensor
 
 FORMAT = 1
 DRAFTER, OPTIMIZER, STATE = "drafter.safetensors", "optimizer.safetensors", "state.json"
+SERVABLE = "servable"  # a folder that servers load, in every checkpoint of a run
 TEMPORARY = ".tmp-"  # what bears this prefix is an unfinished write or an unfinished deletion
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 

@@ -122,7 +122,8 @@ class DrafterConfig:
         num_anchors: A, anchors a job can hold; None is token_budget // 8.
         num_micro_step_sizes: a micro-step exists in so many sizes, equal shares of A.
         loss_decay_gamma: decay of the loss weight along the block; None is the default of the block size.
-        init: "random", "target" (the target's layers after the deepest tap), or the folder of a checkpoint.
+        init: "random", "target" (the target's layers after the deepest tap), or the folder of a checkpoint or of a
+            released drafter.
         compute_dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; masters and moments are always float32.
     """
 

@@ -20,6 +20,7 @@ from dflash_graph.dispatch import JobShape
 from dflash_graph.drafter import DrafterSpec
 from dflash_graph.kernels.backend import choose_implementation
 from dflash_graph.schedule import Bucket, EpochSchedule, build_epoch, choose_buckets
+from dflash_graph.serving_layouts import check_servable
 from dflash_graph.static_buffers import BufferSpec, TeacherSpec, check_ring, default_slots, slot_specs
 from dflash_graph.step import micro_step_sizes, workspace_specs
 from dflash_graph.target import (
@@ -234,8 +235,8 @@ def make_plan(config: Config) -> RunPlan:
     drafter = config.drafter
     if drafter.init not in ("random", "target") and not Path(drafter.init).is_dir():
         raise ValueError(
-            f"drafter.init must be 'random', 'target' or the folder of a checkpoint; found {drafter.init!r}, which is "
-            "no folder"
+            f"drafter.init must be 'random', 'target', or the folder of a checkpoint or a released drafter; found "
+            f"{drafter.init!r}, which is no folder"
         )
     facts = read_facts(config.target)
     taps = drafter.target_layer_ids
@@ -252,6 +253,7 @@ def make_plan(config: Config) -> RunPlan:
     lengths = rows.lengths if validation is None else np.concatenate([rows.lengths, validation.lengths])
     buckets = choose_buckets(lengths, token_budget=config.token_budget, num_buckets=config.schedule.num_buckets)
     spec = _spec(config, facts, taps, mask_token_id, None if head_ids is None else len(head_ids), buckets[-1].length)
+    check_servable(spec)
     job_shape = JobShape(
         token_budget=config.token_budget,
         num_anchors=config.num_anchors,

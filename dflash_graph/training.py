@@ -25,6 +25,7 @@ from dflash_graph.metrics import MetricsLogger, truncate_to_step
 from dflash_graph.observer import TrainingObserver
 from dflash_graph.padding import pad_job
 from dflash_graph.plan import RunPlan, make_plan
+from dflash_graph.serving_layouts import ServedTarget, write_servable
 from dflash_graph.static_buffers import BufferTable, Ring
 from dflash_graph.trainer import Progress, Trainer
 from dflash_graph.workers import Schedules, StartUp, TargetWorker, Worker, start_thread
@@ -126,7 +127,12 @@ class Run:
         writer, logger = None, None
         if not dry_run:
             save_config(config, self.folder / "config.yaml")
-            writer = CheckpointWriter(self.folder, config.checkpoint.keep)
+            served = ServedTarget(max_position_embeddings=plan.facts.max_position_embeddings, name=config.target.path)
+            writer = CheckpointWriter(
+                self.folder,
+                config.checkpoint.keep,
+                lambda folder, tensors: write_servable(folder, plan.spec, tensors, served),
+            )
             print(truncate_to_step(self.folder, -1 if checkpoint is None else progress.step), flush=True)
             logger = MetricsLogger(
                 self.folder,

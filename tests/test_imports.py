@@ -15,9 +15,9 @@ ORDER = [
     "control", "findings", "op_rules", "traces", "frozen_world", "interception", "tracing", "graph_backends",
     "graphs", "observer", "config", "chat", "data_writer", "data", "schedule", "padding", "dispatch", "ring", "pool",
     "static_buffers", "memory", "attention", "target", "kernels", "counters", "drafter", "step", "counts", "metrics",
-    "settings", "checkpoint_files", "checkpoint", "initialise", "plain_drafter", "decoding", "baselines", "report",
-    "evaluation", "plot", "plan", "handoff", "workers", "trainer", "training", "debug_checks", "debugging",
-    "__init__", "__main__",
+    "settings", "serving_layouts", "released", "checkpoint_files", "checkpoint", "initialise", "plain_drafter",
+    "decoding", "baselines", "report", "evaluation", "plot", "plan", "export", "export_command", "translate",
+    "handoff", "workers", "trainer", "training", "debug_checks", "debugging", "__init__", "__main__",
 ]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Environments of the public trainers that bench/bench_step.py compares with: one per package, CPU only, unmodified packages.
+# Environments of the public packages that bench/bench_step.py compares with and that tests/peers checks exports against:
+# one per package, CPU only, unmodified packages.
 #
-#   bench/peers/make_envs.sh [FOLDER] [NAME...]      FOLDER .cache/peers, NAME specforge nemo_automodel speculators
+#   bench/peers/make_envs.sh [FOLDER] [NAME...]      FOLDER .cache/peers, NAME specforge nemo_automodel speculators dflash
 #
 # The packages declare servers and GPU kernels that a CPU cannot install, so they are installed without dependencies, after
 # the ones that their step modules import. A finished environment is left alone.
@@ -10,7 +11,7 @@ set -euo pipefail
 folder=${1:-.cache/peers}
 shift || true
 names=("$@")
-[ ${#names[@]} -gt 0 ] || names=(specforge nemo_automodel speculators)
+[ ${#names[@]} -gt 0 ] || names=(specforge nemo_automodel speculators dflash)
 
 common=(transformers==5.18.0 datasets tqdm requests loguru pydantic-settings typer rich httpx openai aiohttp accelerate
         psutil triton sentencepiece protobuf einops pillow torchdata tiktoken numpy)
@@ -21,7 +22,8 @@ for name in "${names[@]}"; do
         specforge) packages=(specforge==0.2.0 flash-linear-attention fla-core) ;;
         nemo_automodel) packages=(nemo_automodel==0.7.0 flash-linear-attention fla-core) ;;
         speculators) packages=(speculators==0.9.0 hs-connectors==0.9.0) ;;
-        *) echo "unknown peer $name; known: specforge nemo_automodel speculators" >&2; exit 2 ;;
+        dflash) packages=(dflash==0.1.0) ;;
+        *) echo "unknown peer $name; known: specforge nemo_automodel speculators dflash" >&2; exit 2 ;;
     esac
     if [ -e "$env/done" ]; then
         echo "$name: $env is there"
