@@ -93,6 +93,7 @@ def debug(config: Config, *, trained_steps: int = TRIED_STEPS, dot: str | Path |
 
     Raises:
         ValueError: the configuration itself is refused, as `train` would.
+        KeyboardInterrupt: it was asked to stop.
     """
     started = time.monotonic()
     devices, stand_in = config.devices, ""
@@ -115,6 +116,8 @@ def debug(config: Config, *, trained_steps: int = TRIED_STEPS, dot: str | Path |
         report.trained_steps = trained_steps
     except Exception as error:
         report.findings.append(_failure(error))
+    if run.finish.is_set():
+        raise KeyboardInterrupt  # half a check says nothing
     report.findings += [f for step in report.steps for f in step.findings] + observer.findings
     report.findings += [f for worker in workers for f in worker.findings]
     report.findings = _of_one_line_once(report.findings)
@@ -179,6 +182,8 @@ class _Inspected:
             backend = worker.context.backend
             assert isinstance(backend, CudaBackend)
         for step in steps:
+            if self._run.finish.is_set():
+                return
             self._report.steps.append(check_step(step, backend, dot=self._dot))
             self._run.control.beat()  # the other workers wait meanwhile
         if isinstance(worker, Trainer):

@@ -228,7 +228,7 @@ class Trainer:
         self.pool.start_epoch(schedule, 0)
         for _ in range(num_steps):
             jobs = min(self.plan.config.schedule.jobs_per_step, self.pool.jobs_left)
-            if not jobs:
+            if not jobs or self._finish.is_set():
                 break
             drawn = self._step(jobs)
             self.pool.mark_trained(drawn)

@@ -1,9 +1,12 @@
 """The debug command: the project's own configurations are clean, its report says so, its exit codes tell the rest."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +159,21 @@ def test_a_step_that_raises_is_a_finding_with_its_line(tmp_path: Path, monkeypat
     assert "drafter" in finding.what
     assert finding.site is not None
     assert finding.site.file == __file__
+
+
+def test_an_interrupted_check_does_not_come_out_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first SIGINT ends it after the step that is checked now."""
+    make_tiny(tmp_path)
+    check, checked = debugging.check_step, []
+
+    def interrupted(step: Any, *args: Any, **kwargs: Any) -> Any:
+        checked.append(step.name)
+        os.kill(os.getpid(), signal.SIGINT)
+        return check(step, *args, **kwargs)
+
+    monkeypatch.setattr(debugging, "check_step", interrupted)
+    assert main(["debug", *tiny_settings(tmp_path, tmp_path / "run"), *SMALL]) == 130
+    assert checked == ["target.64"]
 
 
 def test_the_module_runs_as_a_command() -> None:
