@@ -5,7 +5,6 @@ Values that follow from others are properties, so that a saved configuration hol
 """
 
 import difflib
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, field, fields, is_dataclass
 from pathlib import Path
@@ -14,356 +13,23 @@ from typing import Any, Literal
 import pydantic
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from yaml import YAMLError
 
-_STRICT = ConfigDict(extra="forbid")
+from dflash_graph.config_groups import STRICT, require
+from dflash_graph.config_groups import CheckpointConfig as CheckpointConfig
+from dflash_graph.config_groups import DataConfig as DataConfig
+from dflash_graph.config_groups import DeviceConfig as DeviceConfig
+from dflash_graph.config_groups import DrafterConfig as DrafterConfig
+from dflash_graph.config_groups import GraphConfig as GraphConfig
+from dflash_graph.config_groups import LogConfig as LogConfig
+from dflash_graph.config_groups import LossConfig as LossConfig
+from dflash_graph.config_groups import OptimConfig as OptimConfig
+from dflash_graph.config_groups import ScheduleConfig as ScheduleConfig
+from dflash_graph.config_groups import TargetConfig as TargetConfig
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class TargetConfig:
-    """The frozen language model.
-
-    Attributes:
-        path: local folder, hub id, or the folder that holds `gguf_file`.
-        gguf_file: name of a GGUF file inside `path`; None for an ordinary checkpoint.
-        dtype: "auto" is float32 on the CPU and bfloat16 on CUDA.
-    """
-
-    path: str
-    gguf_file: str | None = None
-    revision: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class DataConfig:
-    """Conversations and how they become rows of tokens.
-
-    Attributes:
-        train: JSONL files of conversations.
-        validation: JSONL files of held-out conversations for the teacher-forced validation pass.
-        max_length: rows are truncated to this many tokens.
-        chat_template: path of a Jinja file that replaces the tokenizer's own template.
-        cache_dir: where tokenised rows are kept; None is `.cache/dflash_graph` under the working folder.
-    """
-
-    train: tuple[str, ...]
-    validation: tuple[str, ...] = ()
-    max_length: int = 4096
-    chat_template: str | None = None
-    cache_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        _require(len(self.train) > 0, "data.train must name at least one JSONL file")
-        _require(self.max_length >= 2, f"data.max_length must be at least 2 tokens; found {self.max_length}")
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class ScheduleConfig:
-    """Jobs, their order, and the ring they pass through.
-
-    Attributes:
-        token_budget: T, the positions of one job; None is max(16384, data.max_length).
-        num_buckets: at most so many row lengths; None is 16.
-        order: "shuffle" puts all buckets' jobs into one random list; "interleave" spreads each bucket evenly.
-        draw: how the drafter picks its next job ("seeded", "ready" or "round_robin").
-        jobs_per_step: jobs of one optimizer step.
-        slots: S, slots of the ring; None is as many as needed, 20 at most.
-        min_ready: ready slots below which the drafter waits; None is min(10, jobs left).
-        padding_workers: host threads that pad jobs.
-        reorder_window: jobs that may be padded or waiting to be emitted at once; None is slots - 2.
-        wait_timeout_s: longest wait of any thread for another before the run ends with an explanation.
-    """
-
-    token_budget: int | None = None
-    num_buckets: int = 16
-    order: Literal["shuffle", "interleave"] = "shuffle"
-    draw: Literal["seeded", "ready", "round_robin"] = "seeded"
-    jobs_per_step: int = 8
-    slots: int | None = None
-    min_ready: int | None = None
-    padding_workers: int = 2
-    reorder_window: int | None = None
-    wait_timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name in ("num_buckets", "jobs_per_step", "padding_workers"):
-            _require(getattr(self, name) >= 1, f"schedule.{name} must be at least 1; found {getattr(self, name)}")
-        for name in ("token_budget", "slots", "min_ready", "reorder_window"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"schedule.{name} must be at least 1; found {value}")
-        _require(self.wait_timeout_s > 0, f"schedule.wait_timeout_s must be positive; found {self.wait_timeout_s}")
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class DrafterConfig:
-    """The drafter's architecture, its anchors and the decay of its loss weights.
-
-    Attributes:
-        block_size: K, positions of a block; position 0 is the anchor's real token.
-        target_layer_ids: taps; id k is the output of decoder layer k (0-based); None applies the default rule.
-        mask_token_id: id of the mask token; None takes the tokenizer's mask token or a reserved id that the data
-            never uses.
-        num_attention_heads, num_key_value_heads, head_dim, intermediate_size: None takes the target's.
-        layer_types: "full_attention" or "sliding_attention" per layer; None is full everywhere.
-        sliding_window: context positions p with query - p < sliding_window are visible to a sliding layer.
-        causal: True lets a block position see only itself and earlier positions of its block.
-        draft_vocab_size: reduced head over the most frequent ids of the training data; None is the full head.
-        anchor_rate: share of a row's candidate anchors drawn per epoch.
-        num_anchors_per_sample: draw so many per row instead of a share.
-        num_anchors: A, anchors a job can hold; None is token_budget // 8.
-        num_micro_step_sizes: a micro-step exists in so many sizes, equal shares of A.
-        loss_decay_gamma: decay of the loss weight along the block; None is the default of the block size.
-        init: "random", "target" (the target's layers after the deepest tap), or the folder of a checkpoint or of a
-            released drafter.
-        compute_dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; masters and moments are always float32.
-    """
-
-    num_hidden_layers: int = 5
-    block_size: int = 16
-    target_layer_ids: tuple[int, ...] | None = None
-    mask_token_id: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
-    sliding_window: int | None = None
-    causal: bool = False
-    draft_vocab_size: int | None = None
-    anchor_rate: float = 0.25
-    num_anchors_per_sample: int | None = None
-    num_anchors: int | None = None
-    num_micro_step_sizes: int = 4
-    loss_decay_gamma: float | None = None
-    init: str = "random"
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-
-    def __post_init__(self) -> None:
-        _require(self.num_hidden_layers >= 1, f"drafter.num_hidden_layers must be >= 1; found {self.num_hidden_layers}")
-        _require(self.block_size >= 2, f"drafter.block_size must be at least 2; found {self.block_size}")
-        _require(0 < self.anchor_rate <= 1, f"drafter.anchor_rate must be in (0, 1]; found {self.anchor_rate}")
-        _require(self.num_micro_step_sizes >= 1, "drafter.num_micro_step_sizes must be at least 1")
-        for name in (
-            "num_anchors_per_sample", "num_anchors", "draft_vocab_size", "sliding_window", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "intermediate_size",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"drafter.{name} must be at least 1; found {value}")
-        gamma = self.loss_decay_gamma
-        _require(gamma is None or gamma > 0, f"drafter.loss_decay_gamma must be positive; found {gamma}")
-        types = self.layer_types
-        if types is not None:
-            _require(
-                len(types) == self.num_hidden_layers,
-                f"drafter.layer_types must name all {self.num_hidden_layers} layers; found {len(types)}",
-            )
-        has_sliding = types is not None and "sliding_attention" in types
-        _require(
-            has_sliding == (self.sliding_window is not None),
-            "drafter.sliding_window and a 'sliding_attention' entry of drafter.layer_types go together: set both or "
-            f"neither; found sliding_window={self.sliding_window}, layer_types={types}",
-        )
-
-    @property
-    def gamma(self) -> float:
-        """Decay constant of weight(k) = exp(-(k-1)/gamma); 7, 5 and 4 are the family's values for K = 16, 10, 8."""
-        if self.loss_decay_gamma is not None:
-            return self.loss_decay_gamma
-        return {16: 7.0, 10: 5.0, 8: 4.0}.get(self.block_size, max(1.0, self.block_size / 2.25))
-
-    @property
-    def resolved_layer_types(self) -> tuple[str, ...]:
-        return self.layer_types or ("full_attention",) * self.num_hidden_layers
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class LossConfig:
-    """What a trained row costs: (1 - kl_weight) * cross-entropy + kl_weight * KL(target || drafter), and its weight.
-
-    Attributes:
-        weighting: "decay" is exp(-(k-1)/gamma) of `drafter.loss_decay_gamma`; "d_pace" follows the drafter's own
-            confidence along the block (D-PACE) and has no gamma.
-        d_pace_alpha: with "d_pace": 0 follows the confidence wholly, 1 not at all (a row weighs as much as rows of its
-            block follow, itself included).
-        labels: of the cross-entropy: "data" are the conversation's tokens; "target" is what the target itself would
-            say there (its most likely token). Which rows are trained follows the data's loss mask either way.
-        kl_weight: share of the KL divergence from the target's distribution.
-    """
-
-    weighting: Literal["decay", "d_pace"] = "decay"
-    d_pace_alpha: float = 0.5
-    labels: Literal["data", "target"] = "data"
-    kl_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("d_pace_alpha", "kl_weight"):
-            value = getattr(self, name)
-            _require(0 <= value <= 1, f"loss.{name} must be in [0, 1]; found {value}")
-        _require(
-            self.weighting == "d_pace" or self.d_pace_alpha == 0.5,
-            f"loss.d_pace_alpha={self.d_pace_alpha} has no effect with loss.weighting={self.weighting}; set "
-            "loss.weighting=d_pace or leave it out",
-        )
-
-    @property
-    def with_kl(self) -> bool:
-        return self.kl_weight > 0
-
-    @property
-    def with_teacher(self) -> bool:
-        """The target's distribution is needed: its last layers, its final norm and its head run, too."""
-        return self.with_kl or self.labels == "target"
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class OptimConfig:
-    """AdamW over flat float32 masters. The learning rate is a function of jobs trained / total jobs.
-
-    Attributes:
-        warmup_ratio: share of all jobs over which the rate rises linearly from 0.
-        min_lr_ratio: end of the cosine or linear decay, as a share of `lr`.
-        max_skipped_steps: so many skipped steps in a row (non-finite gradient, or no trained row) end the run.
-    """
-
-    lr: float = 6e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_ratio: float = 0.04
-    min_lr_ratio: float = 0.1
-    max_grad_norm: float = 1.0
-    max_skipped_steps: int = 5
-
-    def __post_init__(self) -> None:
-        _require(0 < self.lr < float("inf"), f"optim.lr must be positive and finite; found {self.lr}")
-        _require(all(0 <= b < 1 for b in self.betas), f"optim.betas must lie in [0, 1); found {self.betas}")
-        _require(self.eps > 0, f"optim.eps must be positive; found {self.eps}")
-        _require(self.weight_decay >= 0, f"optim.weight_decay must not be negative; found {self.weight_decay}")
-        _require(0 <= self.warmup_ratio < 1, f"optim.warmup_ratio must be in [0, 1); found {self.warmup_ratio}")
-        _require(0 <= self.min_lr_ratio <= 1, f"optim.min_lr_ratio must be in [0, 1]; found {self.min_lr_ratio}")
-        _require(self.max_grad_norm > 0, f"optim.max_grad_norm must be positive; found {self.max_grad_norm}")
-        _require(self.max_skipped_steps >= 1, "optim.max_skipped_steps must be at least 1")
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class DeviceConfig:
-    """Where the work runs.
-
-    Attributes:
-        device: "cpu" or "cuda".
-        num_targets: target workers of this process, each with its own copy of the target.
-        target_threads, drafter_threads: CPU threads of one target worker and of the drafter worker; None shares the
-            machine's cores between them. Ignored by CUDA kernels.
-        kernels: implementation of the package's own operators; "auto" is Triton on CUDA and plain torch on the CPU.
-        target_devices: a CUDA device for each target, such as ["cuda:1", "cuda:2"]; None puts all on the drafter's.
-        anchor_groups: parts in which a micro-step runs a job's anchors, one after the other, so that activations of one
-            part exist at a time; None is the fewest of 1, 2, 4, 8 that fit. Sums round differently for another number.
-    """
-
-    device: Literal["cpu", "cuda"] = "cpu"
-    num_targets: int = 1
-    target_devices: tuple[str, ...] | None = None
-    target_threads: int | None = None
-    drafter_threads: int | None = None
-    kernels: Literal["auto", "torch", "triton"] = "auto"
-    anchor_groups: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("num_targets", "target_threads", "drafter_threads", "anchor_groups"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"devices.{name} must be at least 1; found {value}")
-        names = self.target_devices
-        if names is not None:
-            _require(
-                self.device == "cuda" and all(re.fullmatch(r"cuda:\d+", name) for name in names),
-                "devices.target_devices must name CUDA devices, such as cuda:1, beside devices.device=cuda; found "
-                f"{list(names)} beside {self.device}",
-            )
-            _require(
-                len(names) == self.num_targets,
-                f"devices.target_devices must name one device for each of the {self.num_targets} targets "
-                f"(devices.num_targets); found {len(names)}",
-            )
-
-    @property
-    def implementation(self) -> Literal["torch", "triton"] | None:
-        """What the operators' `make_workspace` takes; None lets it choose."""
-        return None if self.kernels == "auto" else self.kernels
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class GraphConfig:
-    """How the steps of target and drafter run.
-
-    Attributes:
-        mode: "cuda_graph" captures each step once and replays it; "recorded" is its stand-in on a CPU, for tests;
-            "eager" runs the functions themselves; "debug" does so under watch. "auto" is cuda_graph on CUDA, and eager
-            on a CPU, where rows that a job leaves empty are then skipped.
-        warmups: runs of each step before its capture.
-        debug_steps, debug_every: in mode debug, the first so many calls of each step are checked, and one in so many
-            after them; None checks no more.
-        strict: a pair of GPUs that cannot copy to each other directly is an error, not staged through host memory.
-    """
-
-    mode: Literal["auto", "cuda_graph", "eager", "recorded", "debug"] = "auto"
-    warmups: int = 3
-    debug_steps: int = 3
-    debug_every: int | None = None
-    strict: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("warmups", "debug_steps", "debug_every"):
-            value = getattr(self, name)
-            least = 3 if name == "warmups" else 1  # libraries settle in the first two runs
-            _require(value is None or value >= least, f"graphs.{name} must be at least {least}; found {value}")
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class CheckpointConfig:
-    """When checkpoints are written (steps) and how many stay; the best by held-out accept_length is always kept."""
-
-    every: int = 1000
-    keep: int = 3
-
-    def __post_init__(self) -> None:
-        _require(self.every >= 1, f"checkpoint.every must be at least 1 step; found {self.every}")
-        _require(self.keep >= 1, f"checkpoint.keep must be at least 1; found {self.keep}")
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class LogConfig:
-    """What is reported and how often (steps).
-
-    Attributes:
-        every: metrics are read from the device and written every so many steps.
-        top_k_every: top-k accuracies are computed every so many steps.
-        validate_every: teacher-forced validation every so many steps; None is at each epoch's end.
-        tensorboard: write TensorBoard event files into the run folder.
-    """
-
-    every: int = 10
-    top_k_every: int = 50
-    validate_every: int | None = None
-    tensorboard: bool = True
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("every", "top_k_every", "validate_every"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"log.{name} must be at least 1 step; found {value}")
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config:
     """A run. `run_dir` receives everything it writes: configuration, schedules, metrics, checkpoints."""
 
@@ -382,21 +48,21 @@ class Config:
     epochs: int = 6
 
     def __post_init__(self) -> None:
-        _require(self.epochs >= 1, f"epochs must be at least 1; found {self.epochs}")
-        _require(0 <= self.seed < 2**63, f"seed must be a non-negative 63-bit integer; found {self.seed}")
-        _require(
+        require(self.epochs >= 1, f"epochs must be at least 1; found {self.epochs}")
+        require(0 <= self.seed < 2**63, f"seed must be a non-negative 63-bit integer; found {self.seed}")
+        require(
             self.token_budget >= self.data.max_length,
             f"schedule.token_budget must hold one row of data.max_length = {self.data.max_length} tokens; found "
             f"{self.token_budget}. Raise the budget or lower max_length",
         )
         mode, device = self.graphs.mode, self.devices.device
-        _require(
+        require(
             (mode, device) not in (("cuda_graph", "cpu"), ("recorded", "cuda")),
             f"graphs.mode={mode} needs the other kind of device; found devices.device={device}. On a CPU use recorded, "
             "on CUDA use cuda_graph",
         )
         gamma = self.drafter.loss_decay_gamma
-        _require(
+        require(
             gamma is None or self.loss.weighting == "decay",
             f"drafter.loss_decay_gamma={gamma} has no effect with loss.weighting={self.loss.weighting}; leave one out",
         )

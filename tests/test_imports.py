@@ -13,11 +13,11 @@ PACKAGE = Path(dflash_graph.__file__).parent
 # A module may import those before it. docs/design.md has the same order.
 ORDER = [
     "control", "findings", "op_rules", "traces", "frozen_world", "interception", "tracing", "graph_backends",
-    "graphs", "observer", "config", "chat", "data_writer", "data", "schedule", "padding", "dispatch", "ring", "pool",
-    "static_buffers", "memory", "attention", "target", "kernels", "counters", "drafter", "step", "counts", "metrics",
-    "settings", "serving_layouts", "released", "checkpoint_files", "checkpoint", "initialise", "plain_drafter",
-    "decoding", "baselines", "report", "evaluation", "plot", "plan", "export", "export_command", "translate",
-    "handoff", "workers", "trainer", "training", "debug_checks", "debugging", "__init__", "__main__",
+    "graphs", "observer", "config_groups", "config", "chat", "data_writer", "data", "schedule", "padding", "dispatch",
+    "ring", "pool", "static_buffers", "memory", "attention", "target", "kernels", "counters", "drafter", "step",
+    "counts", "metrics", "settings", "serving_layouts", "released", "checkpoint_files", "checkpoint", "initialise",
+    "plain_drafter", "decoding", "baselines", "report", "evaluation", "plot", "plan", "export", "export_command",
+    "translate", "handoff", "workers", "trainer", "training", "debug_checks", "debugging", "__init__", "__main__",
 ]  # fmt: skip
 
 
