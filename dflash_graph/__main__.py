@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--dry-run", action="store_true", help="validate, print the plan and its buffers, run one step")
     debug.add_argument("--dot", type=Path, help="on CUDA, an existing folder for a drawing of each graph")
-    debug.add_argument("--json", type=Path, help="also write the report to this file")
+    debug.add_argument("--json", type=Path, metavar="PATH|-", help="also write the report to this file; - is stdout")
     evaluate = commands.add_parser("eval", help="measure accept_length by speculative decoding")
     evaluate.add_argument("run", type=Path, help="run folder or checkpoint folder")
     evaluate.add_argument("--prompts", type=Path, required=True, help="JSONL file of conversations")
@@ -84,14 +85,19 @@ def _debug(args: argparse.Namespace) -> int:
 
     if args.dot is not None and not args.dot.is_dir():
         raise ValueError(f"--dot must name an existing folder; found {args.dot}")
-    report = debug(config, dot=args.dot)
-    print(report)
-    _write_json(args.json, report.to_dict())
+    alone = args.json == Path("-")  # stdout is for the JSON, whatever a run prints
+    with redirect_stdout(sys.stderr) if alone else nullcontext():
+        report = debug(config, dot=args.dot)
+        print(report)
+    if alone:
+        print(json.dumps(report.to_dict(), indent=1))
+    else:
+        _write_json(args.json, report.to_dict())
     return 1 if report.findings else 0
 
 
 def _check_json(path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ValueError(f"--json must name a file in an existing folder; found {path}")
 
 

@@ -1,14 +1,14 @@
 """Checks of one declared step, without a GPU: would a CUDA graph of it do what the function does?
 
-`check_step` runs a step over several data sets, in its worker's thread, and restores what it changed. `SlotGuard`
-watches a thread's use of the ring's slots. Both return findings and raise nothing. Called by `debugging.py`.
+`check_step` runs a step over several data sets, in its worker's thread, and restores what it changed. It returns what
+it finds, and raises what the step raises. Called by `debugging.py`.
 """
 
 import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -20,10 +20,9 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_graph.findings import Finding, Site, SiteFinder
-from dflash_graph.graph_backends import CudaBackend
-from dflash_graph.graphs import GraphBackend, GraphError
-from dflash_graph.ring import Ring, SlotState
-from dflash_graph.static_buffers import BufferTable
+from dflash_graph.graph_backends import Captured, CudaBackend
+from dflash_graph.graphs import CapturePhase, GraphBackend, GraphError
+from dflash_graph.interception import intercept
 from dflash_graph.traces import Trace
 from dflash_graph.tracing import AddressBook, Tracer, capturing_predicate, compare_traces, find_illegal_ops
 
@@ -67,14 +66,16 @@ class StepReport:
     findings: list[Finding]
 
 
-def check_step(step: StepUnderTest, backend: GraphBackend, *, dot: Path | None = None) -> StepReport:
+def check_step(
+    step: StepUnderTest, backend: GraphBackend, phase: CapturePhase, *, dot: Path | None = None
+) -> StepReport:
     """All checks of one step: operations, branches, a frozen world, caches, padding, and a replay against the function.
 
     Args:
-        backend: captures the step once; a tape on the CPU.
+        backend: captures the step once; a tape on the CPU. phase: of the run; the capture takes a turn in it.
         dot: folder for a drawing of each captured graph, on CUDA.
     """
-    check = _StepCheck(step, backend, dot)
+    check = _StepCheck(step, backend, phase, dot)
     with torch.no_grad():
         saved = {name: tensor.clone() for name, tensor in step.results.items()}
     try:
@@ -103,8 +104,8 @@ def distinct(findings: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
 
 
 class _StepCheck:
-    def __init__(self, step: StepUnderTest, backend: GraphBackend, dot: Path | None) -> None:
-        self.step, self.backend, self.dot = step, backend, dot
+    def __init__(self, step: StepUnderTest, backend: GraphBackend, phase: CapturePhase, dot: Path | None) -> None:
+        self.step, self.backend, self.phase, self.dot = step, backend, phase, dot
         self.captured: dict[str, Any] = {}
         self.findings: list[Finding] = []
         self.trace = Trace()
@@ -113,16 +114,19 @@ class _StepCheck:
         step = self.step
         start = self._values()
         book = AddressBook(step.book)
-        cold = self._traced(0, start)  # what is made at the first call only, and libraries' own set-up
-        plain = self._traced(1, start)
-        with capturing_predicate(True):
-            first = self.trace = self._traced(1, start)
-            second = self._traced(2, start)
+        loads: dict[str, Site | None] = {}
+        with loads_watched(step.book, loads):
+            cold = self._traced(0, start)  # what is made at the first call only, and libraries' own set-up
+            with compilations_watched(self.findings):
+                plain = self._traced(1, start)
+                with capturing_predicate(True):
+                    first = self.trace = self._traced(1, start)
+                    second = self._traced(2, start)
         self.findings += find_illegal_ops(plain)
         self.findings += find_illegal_ops(first)
         self.findings += compare_traces(plain, first, check="capture_branch")
         self.findings += compare_traces(first, second, check="frozen_world", names=_present(step.book()))
-        self.findings += book.check(cold, plain, first, second)
+        self.findings += moved(book, loads, cold, plain, first, second)
         if self._repeats(start):
             self._check_caches(start)
             self._check_padding(start)
@@ -190,6 +194,8 @@ class _StepCheck:
             return
         pairs = zip_longest(tracer.trace.ops, reused.ops)
         site = next((a.site for a, b in pairs if a is not None and (b is None or a.name != b.name)), None)
+        if site is None:  # the same operations: one of them remembers
+            _, site = _first_difference(self._digests(3, start), self._digests(3, start, self.step.fresh()))
         self.findings.append(
             Finding(
                 "stale_cache",
@@ -212,12 +218,12 @@ class _StepCheck:
             self.step.spoil(spoiled)
             with Digests() as digests:
                 self.step.run_spoiled()
-            runs.append((self._values(), digests.found))
+            runs.append((self._values(), digests))
         (clean, before), (dirty, after) = runs
         name = self._different(clean, dirty)
         if name is None:
             return
-        reader, site = next(((b[0], b[2]) for a, b in zip(before, after, strict=False) if a[:2] != b[:2]), ("?", None))
+        reader, site = _first_difference(before, after)
         self.findings.append(
             Finding(
                 "padding_read",
@@ -228,43 +234,144 @@ class _StepCheck:
             )
         )
 
-    def _check_replay(self, start: Mapping[str, Tensor]) -> None:
-        """Capture once, replay over other data, and compare with the function bit for bit."""
-        self._prepare(1, start)
+    def _digests(
+        self, data: int, start: Mapping[str, Tensor], around: AbstractContextManager[None] | None = None
+    ) -> "Digests":
+        self._prepare(data, start)
+        digests = Digests()
+        with around or nullcontext(), digests:
+            self.step.function()
+        return digests
+
+    def _check_replay(self, state: Mapping[str, Tensor]) -> None:
+        """Capture once, then replay a few steps in a row, each compared with the function's, bit for bit."""
+        self._prepare(1, state)
         started = time.monotonic()
         try:
-            self.backend.warm_up(self.step.function)
-            captured = self.backend.capture(self.step.function)
+            with self.phase.turn(f"debug of {self.step.worker}"):
+                self.backend.warm_up(self.step.function)
+                captured = self.backend.capture(self.step.function)
         except Exception as error:
             what = str(error) if isinstance(error, GraphError) else f"{type(error).__name__}: {error}"
-            self.findings.append(_finding("capture", f"the step cannot be captured: {what}"))
+            self.findings.append(_finding("capture", f"the step cannot be captured: {what}", error_site(error)))
             return
-        self.captured["seconds"] = round(time.monotonic() - started, 3)
-        self.captured["pool_bytes"] = self.backend.memory()["graph_pool"]
-        if isinstance(self.backend, CudaBackend):
-            self.captured["nodes"] = self.backend.census(captured)
-            if self.dot is not None:
-                self.backend.dump(captured, self.dot / f"{self.step.worker}-{self.step.name}.dot")
         try:
+            self._describe(captured, time.monotonic() - started)
             for data in range(4, 8):
-                self._prepare(data, start)
+                self._prepare(data, state)
                 self.step.function()
                 expected = self._values()
-                self._prepare(data, start)
+                self._prepare(data, state)
                 before = _allocations(self.step.device)
                 captured.replay()
                 self.backend.synchronize()
                 if grown := _allocations(self.step.device) - before:
-                    self.findings.append(_finding("replay", f"a replay allocated memory {grown} times"))
+                    self.findings.append(_finding("replay", f"a replay allocated memory {grown} times", None))
                     return
                 name = self._different(expected, self._values())
                 if name is not None:
-                    self.findings.append(_finding("replay", f"{name} after a replay differs from the function's"))
+                    what = f"{name} differs from the function's after replay {data - 3}, over data that were not there"
+                    site = _last_writer(self.trace, self.step.results[name])
+                    self.findings.append(_finding("replay", f"{what} when it was captured", site))
                     return
+                state = expected  # the next step starts where this one ended
         finally:
             captured.reset()
 
+    def _describe(self, captured: Captured, seconds: float) -> None:
+        self.captured |= {"seconds": round(seconds, 3), "pool_bytes": self.backend.memory()["graph_pool"]}
+        if isinstance(self.backend, CudaBackend):
+            self.captured["nodes"] = self.backend.census(captured)
+            if self.dot is not None:
+                self.backend.dump(captured, self.dot / f"{self.step.worker}-{self.step.name}.dot")
 
+
+def _last_writer(trace: Trace, tensor: Tensor) -> Site | None:
+    """The line of the last operation that touched a tensor's memory; writers are among the last to."""
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    for op in reversed(trace.ops):
+        facts = [*op.outputs, *(fact for _, fact in op.inputs)]
+        if any(begin <= fact.address < end for fact in facts):
+            return op.site
+    return None
+
+
+# ---- what moves, what compiles --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def loads_watched(names: Callable[[], Mapping[str, Tensor | None]], lines: dict[str, Site | None]) -> Iterator[None]:
+    """Note in `lines` which named tensors a load_state_dict replaces, and where it was called."""
+    finder = SiteFinder(None)
+
+    def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        book = AddressBook(names)
+        result = original(*args, **kwargs)
+        site = finder.find(sys._getframe())[0]
+        lines.update((_subject(finding), site) for finding in book.check())
+        return result
+
+    owners = (torch.optim.Optimizer, torch.nn.Module)
+    with intercept([(owner, "load_state_dict") for owner in owners], load):
+        yield
+
+
+def moved(book: AddressBook, loads: Mapping[str, Site | None], *traces: Trace) -> list[Finding]:
+    """What the book finds, one finding per line and cause, each with the names of all tensors."""
+    groups: dict[tuple[Site | None, str], list[Finding]] = {}
+    for finding in book.check(*traces):
+        named = replace(finding, site=loads.get(_subject(finding), finding.site))
+        groups.setdefault((named.site, named.advice), []).append(named)
+    merged = []
+    for first, *others in groups.values():
+        names = [_subject(finding) for finding in others]
+        shown = ", ".join(names[:NAMES_SHOWN])
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        merged.append(replace(first, what=f"{first.what}; also {shown}{more}") if names else first)
+    return merged
+
+
+def _subject(finding: Finding) -> str:
+    """The tensor that a finding of an address book is about."""
+    return finding.what.split(" ", 1)[0]
+
+
+@contextmanager
+def compilations_watched(findings: list[Finding]) -> Iterator[None]:
+    """A Triton kernel that is compiled within: the step was warm, so it would be compiled in any later step, too."""
+    runtime = _triton_runtime()
+    if runtime is None:
+        yield
+        return
+    before, finder = runtime.jit_post_compile_hook, SiteFinder(None)
+
+    def compiled(**facts: Any) -> Any:
+        site = finder.find(sys._getframe())[0]
+        what = f"the kernel {facts['fn'].name} was compiled again after the first run: {facts['repr']}"
+        findings.append(Finding("jit_compile", what, _JIT_MEANING, _JIT_ADVICE, site))
+        return None if before is None else before(**facts)
+
+    runtime.jit_post_compile_hook = compiled
+    try:
+        yield
+    finally:
+        runtime.jit_post_compile_hook = before
+
+
+def _triton_runtime() -> Any:
+    """Triton's hooks (3.4 and later), if it was imported: nothing else can compile."""
+    return getattr(getattr(sys.modules.get("triton"), "knobs", None), "runtime", None)
+
+
+NAMES_SHOWN = 30
+_JIT_MEANING = (
+    "a compile takes seconds and may load a module, which a capture does not allow; the graph holds the kernel of the "
+    "arguments it was captured with"
+)
+_JIT_ADVICE = (
+    "keep what the kernel is specialised on (constexpr arguments, dtypes, integers that are 1 or divisible by 16, "
+    "alignment of pointers) the same for all data, or mark the argument do_not_specialize"
+)
 _SYNC_MEANING = "CUDA was asked to wait for the device inside the step: capture fails"
 _SYNC_ADVICE = (
     "move it out of the step, or use a form that does not wait (non_blocking copies, values kept on the device)"
@@ -290,24 +397,24 @@ def _allocations(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device)["allocation.all.allocated"]) if device.type == "cuda" else 0
 
 
-def error_site(error: BaseException) -> Site | None:
-    """The innermost line of an error's traceback that is in nobody's library."""
+def error_site(error: BaseException, *, outside: str | None = None) -> Site | None:
+    """The innermost line of an error's traceback that is in nobody's library, and in no file `outside`."""
     finder, site, trace = SiteFinder(None), None, error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        if finder.caller(frame) is frame:
+        if finder.caller(frame) is frame and frame.f_code.co_filename != outside:
             site = finder.find(frame)[0] or site
         trace = trace.tb_next
     return site
 
 
-def _finding(check: str, what: str) -> Finding:
+def _finding(check: str, what: str, site: Site | None) -> Finding:
     return Finding(
         check,
         what,
         "the graph does not do what the function does",
         "look for what Python decides or remembers between two calls of the step",
-        None,
+        site,
     )
 
 
@@ -344,76 +451,15 @@ class Digests(TorchDispatchMode):
             for leaf in _pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     sha.update(_bits(leaf))
-            site = self._finder.find(_outside(sys._getframe()))[0]
+            site = self._finder.find(sys._getframe())[0]
             self.found.append((str(func), sha.hexdigest(), site))
         return result
 
 
-# ---- slots ----------------------------------------------------------------------------------------------------------
-
-
-class SlotGuard(TorchDispatchMode):
-    """Watches every operator of the calling thread that touches the memory of a slot: is the slot this worker's now?
-
-    Args:
-        state: in which a slot belongs to this worker: FILLING for a target, DRAINING for the drafter.
-    """
-
-    def __init__(self, ring: Ring, table: BufferTable, worker: str, state: SlotState) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.findings: list[Finding] = []
-        self._ring, self._worker, self._state = ring, worker, state
-        self._finder = SiteFinder(None)
-        self._ranges = [
-            (name, table[name].data_ptr(), table[name].nbytes, table[name].nbytes // ring.num_slots)
-            for name in table
-            if name.startswith("slot.")
-        ]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not func.is_view:
-            for leaf in _pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor):
-                    self._check(leaf)
-        return func(*args, **(kwargs or {}))
-
-    def _check(self, tensor: Tensor) -> None:
-        if tensor.numel() == 0 or tensor.device.type == "meta":
-            return
-        begin = tensor.data_ptr()
-        extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.itemsize
-        for name, start, size, each in self._ranges:
-            if not start <= begin < start + size:
-                continue
-            for slot in range((begin - start) // each, (begin + extent - start) // each + 1):
-                state, holder = self._ring.owner(slot)
-                if (state, holder) != (self._state, self._worker):
-                    self._report(name, slot, state, holder)
-
-    def _report(self, name: str, slot: int, state: SlotState, holder: str) -> None:
-        site: Site | None = self._finder.find(_outside(sys._getframe()))[0]
-        self.findings.append(
-            Finding(
-                "slot_misuse",
-                f"{self._worker} uses {name}[{slot}], which is {state.name} and held by {holder}; it may use slots "
-                f"that are {self._state.name} and its own",
-                "another worker may write or read the slot at the same time: the data of another job are trained, or "
-                "half of them",
-                "touch a slot between taking and publishing it (target), or between drawing and releasing it "
-                "(drafter); copy out what is needed later",
-                site,
-                worker=self._worker,
-            )
-        )
-
-
-def _outside(frame: Any) -> Any:
-    """The first frame that is not of this file."""
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame
+def _first_difference(a: Digests, b: Digests) -> tuple[str, Site | None]:
+    """Name and line of the first operator whose result is not the same."""
+    pairs = zip(a.found, b.found, strict=False)
+    return next(((y[0], y[2]) for x, y in pairs if x[:2] != y[:2]), ("?", None))
 
 
 @contextmanager

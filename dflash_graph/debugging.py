@@ -7,6 +7,7 @@ would mean in a graph, and what to do. The run of the same configuration uses th
 
 import platform
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -18,20 +19,22 @@ import torch
 import transformers
 from torch import Tensor
 
+from dflash_graph import ring
 from dflash_graph.config import Config
 from dflash_graph.debug_checks import (
-    SlotGuard,
     StepReport,
     StepUnderTest,
     check_step,
     distinct,
     error_site,
+    loads_watched,
+    moved,
     swapped,
 )
-from dflash_graph.findings import Finding
+from dflash_graph.findings import Finding, Site
 from dflash_graph.graph_backends import CudaBackend, GraphBackend, TapeBackend
 from dflash_graph.graphs import StepGraph
-from dflash_graph.observer import TrainingObserver
+from dflash_graph.observer import SLOT_ADVICE, SLOT_MEANING, SlotGuard, TrainingObserver
 from dflash_graph.padding import IGNORED_LABEL, PaddedJob, pad_job
 from dflash_graph.plan import RunPlan, make_plan
 from dflash_graph.ring import SlotState
@@ -42,7 +45,7 @@ from dflash_graph.training import Run
 from dflash_graph.workers import TargetWorker, Worker
 
 CHECKED_SIZES = 4  # of the micro-step, the smallest and the largest among them: they differ in nothing else
-TRIED_STEPS = 4  # of training, after the checks of single steps
+TRIED_STEPS = 4  # of training, after the checks of single steps; at least
 
 
 @dataclass(kw_only=True)
@@ -84,12 +87,13 @@ def _line(step: StepReport) -> str:
     return f"{step.worker:<10} {step.name:<18} {step.num_ops:6} operations{graph}"
 
 
-def debug(config: Config, *, trained_steps: int = TRIED_STEPS, dot: str | Path | None = None) -> DebugReport:
+def debug(config: Config, *, trained_steps: int | None = None, dot: str | Path | None = None) -> DebugReport:
     """Check a configuration; see the module. Without a GPU, the CPU stands in for devices.device=cuda.
 
     Args:
         dot: on CUDA, an existing folder for a drawing of each graph.
-        trained_steps: optimizer steps that the workers run under watch after the checks of single steps.
+        trained_steps: optimizer steps that the workers run under watch after the checks of single steps; None is so
+            many that slots come to serve a second job.
 
     Raises:
         ValueError: the configuration itself is refused, as `train` would.
@@ -102,6 +106,8 @@ def debug(config: Config, *, trained_steps: int = TRIED_STEPS, dot: str | Path |
         stand_in = ", whose CPU stands in for devices.device=cuda"
     config = replace(config, devices=devices, graphs=replace(config.graphs, mode="debug"))
     plan = make_plan(config)
+    if trained_steps is None:
+        trained_steps = max(TRIED_STEPS, plan.slots // config.schedule.jobs_per_step + 1)
     report = DebugReport(environment=_environment(stand_in))
     observer = CollectingObserver(steps=config.graphs.debug_steps, every=1)
     run = Run(plan, {}, dry_steps=trained_steps, observer=observer)
@@ -136,8 +142,15 @@ def _environment(stand_in: str) -> dict[str, str]:
 
 
 def _failure(error: Exception) -> Finding:
-    """The error that ended the run, at the innermost of its lines that is nobody's library."""
+    """The error that ended the run, at the innermost of its lines that is nobody's library.
+
+    The ring refuses a lease that is not, or no longer, right: that is a misuse of a slot by whoever called it.
+    """
     notes = "; ".join(getattr(error, "__notes__", []))
+    lines = traceback.extract_tb(error.__traceback__)
+    if type(error) is RuntimeError and lines and lines[-1].filename == ring.__file__:
+        what = f"{error}{f' ({notes})' if notes else ''}"
+        return Finding("slot_misuse", what, SLOT_MEANING, SLOT_ADVICE, error_site(error, outside=ring.__file__))
     return Finding(
         "error",
         f"{type(error).__name__}: {error}{f' ({notes})' if notes else ''}",
@@ -184,7 +197,7 @@ class _Inspected:
         for step in steps:
             if self._run.finish.is_set():
                 return
-            self._report.steps.append(check_step(step, backend, dot=self._dot))
+            self._report.steps.append(check_step(step, backend, self._run.phase, dot=self._dot))
             self._run.control.beat()  # the other workers wait meanwhile
         if isinstance(worker, Trainer):
             self.findings += _check_resume(worker, plan)
@@ -192,14 +205,15 @@ class _Inspected:
     def run(self) -> None:
         worker, run = self._worker, self._run
         target = isinstance(worker, TargetWorker)
-        book = AddressBook(partial(target_book, worker) if isinstance(worker, TargetWorker) else self._drafter_book)
+        names = partial(target_book, worker) if isinstance(worker, TargetWorker) else self._drafter_book
+        book, loads = AddressBook(names), dict[str, Site | None]()
         guard = SlotGuard(run.ring, run.table, self.name, SlotState.FILLING if target else SlotState.DRAINING)
         tracer = Tracer(device=run.plan.device)
         try:
-            with tracer, guard:
+            with tracer, guard, loads_watched(names, loads):
                 worker.run()
         finally:
-            found = [*guard.findings, *book.check(tracer.trace)]
+            found = [*guard.findings, *moved(book, loads, tracer.trace)]
             self.findings += [replace(finding, worker=self.name) for finding in found]
 
     def _drafter_book(self) -> Mapping[str, Tensor | None]:
@@ -214,10 +228,11 @@ def _check_resume(trainer: Trainer, plan: RunPlan) -> list[Finding]:
     """Load the state of a checkpoint, as a resumed run does: it must land in the memory that is there."""
     drafter, optimizer = trainer.step.state_tensors()
     copies = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in (drafter, optimizer)]
-    book = AddressBook(partial(drafter_book, trainer))
-    with Tracer(device=plan.device) as tracer:
+    names, loads = partial(drafter_book, trainer), dict[str, Site | None]()
+    book = AddressBook(names)
+    with Tracer(device=plan.device) as tracer, loads_watched(names, loads):
         trainer.step.load_state(*copies)
-    return [replace(finding, worker=trainer.name, graph="resume") for finding in book.check(tracer.trace)]
+    return [replace(finding, worker=trainer.name, graph="resume") for finding in moved(book, loads, tracer.trace)]
 
 
 # ---- the steps of a run ---------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_every_option_of_the_drafter_is_clean(tmp_path: Path, overrides: tuple[s
     assert not report.findings, str(report)
 
 
-@pytest.mark.slow  # a minute
+@pytest.mark.slow  # three minutes
 def test_the_demo_is_clean(tmp_path: Path) -> None:
     """SmolLM2-135M-Instruct as examples/demo.yaml trains it."""
     folder = pytest.importorskip("examples.demo").find_target()
@@ -110,6 +110,16 @@ def test_the_command_says_it_is_clean(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [step["worker"] for step in report["steps"]].count("drafter") == 5
 
 
+def test_the_report_alone_goes_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny(tmp_path)
+    capsys.readouterr()
+    settings = [*tiny_settings(tmp_path, tmp_path / "run"), "drafter.num_micro_step_sizes=1"]
+    assert main(["debug", *settings, "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["findings"] == []
+    assert "nothing stands in the way of a capture" in printed.err
+
+
 def test_the_command_names_the_line_and_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,8 +149,9 @@ def test_bad_settings_are_refused_before_anything_runs(tmp_path: Path, capsys: p
     settings = tiny_settings(tmp_path, tmp_path / "run")
     assert main(["debug", *settings, "schedule.slots=2"]) == 2
     assert "slots must be at least" in capsys.readouterr().err
-    assert main(["debug", *settings, "--json", str(tmp_path / "nowhere" / "report.json")]) == 2
-    assert "--json" in capsys.readouterr().err
+    for path in (tmp_path / "nowhere" / "report.json", tmp_path):
+        assert main(["debug", *settings, "--json", str(path)]) == 2
+        assert "--json must name a file in an existing folder" in capsys.readouterr().err
 
 
 def test_a_step_that_raises_is_a_finding_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

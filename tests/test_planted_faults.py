@@ -1,8 +1,8 @@
-"""Ten faults that keep a run from being CUDA graphs, planted one at a time: debug finds each and names its line."""
+"""Faults that keep a run from being CUDA graphs, planted one at a time: debug finds each and names its line."""
 
 import inspect
+import io
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from dflash_graph import step as step_module
 from dflash_graph.debugging import DebugReport, debug
 from dflash_graph.drafter import BlockInputs, Drafter, FlatParameters
 from dflash_graph.findings import Finding
+from dflash_graph.ring import Lease, Ring
 from dflash_graph.step import DrafterStep
 from dflash_graph.target import Target
 from dflash_graph.trainer import Trainer
@@ -23,7 +24,7 @@ Patch = pytest.MonkeyPatch
 
 def run_debug(tiny: Path, *overrides: str) -> DebugReport:
     small = ("drafter.num_micro_step_sizes=1", "drafter.num_hidden_layers=1", "drafter.target_layer_ids=[1]")
-    return debug(tiny_config(tiny, tiny / "unused", *small, *overrides), trained_steps=3)
+    return debug(tiny_config(tiny, tiny / "unused", *small, *overrides))
 
 
 def is_planted(finding: Finding, fault: Callable[..., Any]) -> bool:
@@ -39,7 +40,7 @@ def test_the_run_itself_is_clean(tiny: Path) -> None:
     report = run_debug(tiny)
     assert not report.findings, str(report)
     assert {s.name for s in report.steps} == {"target.64", "target.128", "micro_step.32", "validate.32", "apply"}
-    assert report.trained_steps == 3
+    assert report.trained_steps == 5, "2 jobs each, over 8 slots"
     assert not (tiny / "unused").exists(), "debug keeps nothing"
 
 
@@ -69,7 +70,17 @@ def boolean_indexing_of_anchors(patch: Patch) -> None:
     patch.setattr(DrafterStep, "_whole", thinned)
 
 
-def gradients_set_to_none(patch: Patch) -> None:
+def zero_grad_set_to_none(patch: Patch) -> None:
+    @torch.no_grad()
+    def body(self: DrafterStep) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # planted
+        self.weight_sum.zero_()
+
+    patch.setattr(DrafterStep, "apply_body", body)
+
+
+def gradients_of_leaves_set_to_none(patch: Patch) -> None:
     def zero_grads(self: FlatParameters) -> None:
         for leaf in self.leaves.values():
             leaf.grad = None  # planted
@@ -78,6 +89,20 @@ def gradients_set_to_none(patch: Patch) -> None:
 
 
 def optimizer_state_rebound_on_resume(patch: Patch) -> None:
+    load_state = DrafterStep.load_state
+
+    def rebinding(self: DrafterStep, drafter: Any, optimizer: Any) -> None:
+        load_state(self, drafter, optimizer)
+        file = io.BytesIO()
+        torch.save(self.optimizer.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file)
+        self.optimizer.load_state_dict(state)  # planted
+
+    patch.setattr(DrafterStep, "load_state", rebinding)
+
+
+def optimizer_state_rebound_by_hand(patch: Patch) -> None:
     load_state = DrafterStep.load_state
 
     def rebinding(self: DrafterStep, drafter: Any, optimizer: Any) -> None:
@@ -144,6 +169,28 @@ def slot_used_after_its_release(patch: Patch) -> None:
     patch.setattr(Trainer, "_step", peeking)
 
 
+def slot_view_kept_until_the_next_job(patch: Patch) -> None:
+    load_slot, kept = DrafterStep.load_slot, dict[int, torch.Tensor]()
+
+    def keeping(self: DrafterStep, slot: int, job: Any) -> int:
+        if slot in kept:  # the drafter holds this slot again: the view looks right, its job is another one
+            kept[slot].abs().max()  # planted
+        kept.setdefault(slot, self.table["slot.features"][slot])
+        return load_slot(self, slot, job)
+
+    patch.setattr(DrafterStep, "load_slot", keeping)
+
+
+def slot_released_twice(patch: Patch) -> None:
+    release = Ring.release
+
+    def eager(self: Ring, lease: Lease) -> None:
+        release(self, lease)
+        release(self, lease)  # planted
+
+    patch.setattr(Ring, "release", eager)
+
+
 def generator_of_ones_own(patch: Patch) -> None:
     forward, generator = Drafter.forward, torch.Generator()
 
@@ -167,12 +214,16 @@ def pageable_copy_in_the_step(patch: Patch) -> None:
 FAULTS: list[tuple[Callable[[Patch], None], str]] = [
     (item_in_the_loss, "illegal_op"),
     (boolean_indexing_of_anchors, "illegal_op"),
-    (gradients_set_to_none, "frozen_world"),
+    (zero_grad_set_to_none, "frozen_world"),
+    (gradients_of_leaves_set_to_none, "frozen_world"),
     (optimizer_state_rebound_on_resume, "frozen_world"),
+    (optimizer_state_rebound_by_hand, "frozen_world"),
     (learning_rate_as_a_python_float, "frozen_world"),
     (library_cache_by_identity, "stale_cache"),
     (padding_that_is_read, "padding_read"),
     (slot_used_after_its_release, "slot_misuse"),
+    (slot_view_kept_until_the_next_job, "slot_misuse"),
+    (slot_released_twice, "slot_misuse"),
     (generator_of_ones_own, "illegal_op"),
     (pageable_copy_in_the_step, "illegal_op"),
 ]
@@ -210,5 +261,4 @@ def test_a_mask_that_is_built_while_capturing_is_found_in_the_library(tiny: Path
 def test_nothing_is_watched_any_more(tiny: Path) -> None:
     """After all that, torch's functions are its own again and a run is clean."""
     assert "watched" not in torch.cuda.synchronize.__qualname__
-    with nullcontext():
-        assert not run_debug(tiny).findings
+    assert not run_debug(tiny).findings
