@@ -219,12 +219,18 @@ class CudaBackend:
 
     def open(self) -> None:
         cuda = self._cuda
-        device = cuda.current_device()
-        cuda.set_device(self.device)
-        self._before = device, cuda.current_stream(self.device)
-        self.stream = cuda.Stream(self.device)
-        cuda.set_stream(self.stream)
-        _set_triton_allocator(self.device)
+        device, stream = cuda.current_device(), cuda.current_stream(self.device)
+        try:
+            cuda.set_device(self.device)
+            self.stream = cuda.Stream(self.device)
+            cuda.set_stream(self.stream)
+            _set_triton_allocator(self.device)
+        except BaseException:
+            with suppress(RuntimeError):  # the first error is the one to tell
+                cuda.set_stream(stream)
+                cuda.set_device(device)
+            raise
+        self._before = device, stream
 
     def close(self) -> None:
         if self._before is None:

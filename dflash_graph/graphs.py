@@ -276,13 +276,13 @@ class WorkerContext:
     def __enter__(self) -> Self:
         if self._thread is not None:
             raise GraphError(f"the context of worker {self.name!r} is entered once; make another")
-        self._thread = threading.get_ident()
+        self._thread, self._closed = threading.get_ident(), True  # what cannot open cannot be used, either
         with ExitStack() as stack:
             # The engine's own threads are not policed by a thread-local capture.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             self._backend.open()
             stack.callback(self._backend.close)
-            self._stack = stack.pop_all()
+            self._stack, self._closed = stack.pop_all(), False
         return self
 
     def __exit__(

@@ -3,17 +3,27 @@
 import gc
 import threading
 import time
+from collections import Counter as Tally
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
+from dflash_graph.config import OptimConfig
 from dflash_graph.graphs import CapturePhase, GraphError, StepGraph, WorkerContext
 from tests.graph_backend import FakeCuda
 from tests.graph_toys import REPLAYING, Counter, bits, in_thread, open_context, snapshot
+from tests.test_graph_life import KINDS, MODES, Kind, Life
 from tests.test_graph_tape import Training
+from tests.test_step import jobs_of, make_toy
+from tests.toys import state_bytes
+from tests.traced import line_of
 
 
 class Watching:
@@ -166,13 +176,17 @@ def test_a_context_gives_back_what_it_changed_in_its_thread(cuda: FakeCuda) -> N
 
 
 def test_a_context_that_cannot_open_leaves_the_thread_alone() -> None:
-    cuda = FakeCuda()
+    cuda = FakeCuda(num_devices=2)
     cuda.fail["set stream-1"] = RuntimeError("no such device")
-    context = open_context("fake cuda_graph", cuda=cuda)
+    before = cuda.current_device(), cuda.current_stream(0), cuda.current_stream(1)
+    context = open_context("fake cuda_graph", cuda=cuda, index=1)
     with pytest.raises(RuntimeError, match="no such device"), context:
         pass
-    context.close()
+    assert (cuda.current_device(), cuda.current_stream(0), cuda.current_stream(1)) == before
     assert torch.autograd.is_multithreading_enabled()
+    with pytest.raises(GraphError, match="destroyed with its context"):
+        Counter().make(context)
+    context.close()
 
 
 def test_triton_kernels_find_their_scratch_in_the_workers_thread_alone() -> None:
@@ -482,3 +496,265 @@ def test_a_step_cannot_call_another() -> None:
         with pytest.raises(GraphError, match="inner must not be called while outer is captured"):
             context.prepare()
         inner()
+
+
+@pytest.mark.parametrize("free", [1 << 40, 0], ids=["copies on the device", "copies on the host"])
+@pytest.mark.parametrize("fails_at", [1, 3, 4], ids=["first warm-up", "last warm-up", "capture"])
+@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_failure_leaves_no_capture_behind_and_every_bit(
+    cuda: FakeCuda, free: int, fails_at: int, kind: type[BaseException]
+) -> None:
+    cuda.free = free
+    run, runs, copies = Training(), 0, []
+    run.load(0)
+    run.lr.fill_(0.1)
+    run.loss.view(torch.int32).fill_(0x7FC0BEEF)  # a NaN with a payload
+    before = snapshot(run.tensors())
+
+    def failing() -> None:
+        nonlocal runs
+        runs += 1
+        run.micro_step()
+        run.apply()
+        if runs == fails_at:
+            raise kind("the first error")
+
+    with open_context("fake cuda_graph", cuda=cuda) as context:
+        context._save = lambda tensors, save=context._save: copies.append(save(tensors)) or copies[-1]  # type: ignore[method-assign]
+        state = run.tensors()
+        graph = context.graph("all", failing, inputs={"lr": run.lr}, outputs={"loss": state.pop("loss")}, state=state)
+        with pytest.raises(GraphError if issubclass(kind, Exception) else kind, match="the first error"):
+            context.prepare()
+        assert runs == fails_at
+        assert snapshot(run.tensors()) == before
+        assert copies == [[]], "the copies were given up"
+        assert not cuda.capturing
+        assert len(cuda.graphs) == 1, "more than the graph that keeps the pool"
+        assert (graph.captured, context.preparing, gc.isenabled()) == (None, "", True)
+        context.prepare()
+        assert snapshot(run.tensors()) == before
+
+
+# ---- what a graph keeps ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", REPLAYING)
+@pytest.mark.parametrize("on_device", [False, True], ids=["a Python number", "a tensor"])
+def test_a_rate_is_baked_in_unless_it_is_a_tensor(mode: str, on_device: bool) -> None:
+    """The fused optimizer itself; its first step moves a weight by about the rate, whatever the gradient."""
+    weight, lr = torch.zeros(3, requires_grad=True), torch.tensor(0.5)
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([weight], lr=lr if on_device else 0.5, fused=True, capturable=True, weight_decay=0.0)
+    moments = {"step": torch.zeros(()), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    optimizer.state[weight] = dict(moments)
+    with open_context(mode) as context:
+        graph = context.graph(
+            "adamw", lambda: optimizer.step() and None, inputs={}, outputs={}, state={"weight": weight, **moments}
+        )
+        context.prepare()
+        if on_device:
+            lr.fill_(0.01)
+        else:
+            optimizer.param_groups[0]["lr"] = 0.01
+        graph()
+    assert weight.detach().tolist() == pytest.approx([-0.01 if on_device else -0.5] * 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", REPLAYING)
+@pytest.mark.parametrize("rebind", ["None", "another tensor"])
+def test_a_gradient_that_is_rebound_is_written_where_it_was(mode: str, rebind: str) -> None:
+    weight = torch.ones(1, requires_grad=True)
+    weight.grad = old = torch.zeros(1)
+    new = None if rebind == "None" else torch.zeros(1)
+    state: dict[str, Tensor] = {"grad": old}
+
+    def step() -> None:
+        (weight * 3).sum().backward()
+
+    with open_context(mode) as context:
+        graph = context.graph("backward", step, inputs={"weight": weight}, outputs={}, state=state)
+        context.prepare()
+        graph()
+        weight.grad = new
+        graph()
+        assert old.item() == 6.0
+        assert weight.grad is new
+        assert new is None or new.item() == 0.0
+        graph.check_addresses()
+        if new is not None:
+            state["grad"] = new  # as a table that is built from the gradients of now
+            with pytest.raises(GraphError, match="\ngrad: was"):
+                graph.check_addresses()
+
+
+@pytest.mark.parametrize("how", ["empty", "pin_memory", "zeros"])
+@pytest.mark.parametrize("mode", REPLAYING)
+def test_pinned_memory_is_refused_with_its_line(mode: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the capture alone: what the warm-ups do is legal, and needs a GPU."""
+    runs, x = 0, torch.zeros(3)
+
+    def step() -> None:
+        nonlocal runs
+        runs += 1
+        if runs <= 3:
+            return
+        if how == "empty":
+            torch.empty(3, pin_memory=True)  # line: empty
+        elif how == "pin_memory":
+            x.pin_memory()  # line: pin_memory
+        else:
+            torch.zeros(3, pin_memory=True)  # line: zeros
+
+    with open_context(mode) as context:
+        context.graph("pins", step, inputs={}, outputs={}, state={"x": x})
+        line = line_of(__file__, f"line: {how}")
+        with pytest.raises(GraphError, match=rf"allocates pinned host memory at .*test_graphs\.py:{line} in "):
+            context.prepare()
+    assert runs == 4
+
+
+# ---- two threads at once ---------------------------------------------------------------------------------------------
+
+
+def test_two_hundred_captures_of_two_threads_take_turns(cuda: FakeCuda) -> None:
+    """On one device, where a warm-up, a collection or a pool of one would end the other's capture."""
+    phase, start = CapturePhase(timeout_s=60), threading.Barrier(2, timeout=30)
+    totals: dict[str, list[list[float]]] = {"w0": [], "w1": []}
+
+    def work(name: str) -> None:
+        for _ in range(25):
+            c = [Counter() for _ in range(4)]
+            with open_context("fake cuda_graph", cuda=cuda, phase=phase, name=name) as context:
+                graphs = [x.make(context, f"g{i}") for i, x in enumerate(c)]
+                start.wait()
+                context.prepare()
+                for graph in graphs:
+                    graph()
+                totals[name] += [x.total.tolist() for x in c]
+
+    threads = [threading.Thread(target=work, args=(name,), name=name) for name in totals]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert totals == {name: [[1.0, 2.0]] * 100 for name in totals}
+    who = [name for name, what in cuda.log if what.startswith(("begin", "warm-up")) or what == "end"]
+    each = 2 + 4 * (3 + 2)  # the empty graph; then three warm-ups, begin and end of each of four
+    assert len(who) == 50 * each
+    turns = [who[i : i + each] for i in range(0, len(who), each)]
+    assert all(len(set(turn)) == 1 for turn in turns), "the turns of two workers are mixed"
+    assert Tally(turn[0] for turn in turns) == {"w0": 25, "w1": 25}
+
+
+class Busy(Life):
+    """`Life` that starts with workers who have steps already, so that captures, replays and their ends are common."""
+
+    seen: ClassVar[Tally[str]] = Tally()
+
+    @initialize(
+        modes=st.lists(MODES, min_size=1, max_size=3),
+        kinds=st.lists(KINDS, min_size=1, max_size=4),
+        prepared=st.sampled_from([False, True, True]),
+    )
+    def begin(self, modes: list[str], kinds: list[Kind], prepared: bool) -> None:
+        if not hasattr(self, "phase"):  # hypothesis runs what initialises in any order
+            Life.start(self)
+        for mode in modes:
+            self.add_worker(mode)
+        for i, kind in enumerate(kinds):
+            self.declare(i, kind)
+        for i in range(prepared * len(self.workers)):
+            self.prepare(i)
+
+    @initialize()
+    def start(self) -> None:
+        if not hasattr(self, "phase"):
+            Life.start(self)
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=st.integers(0, 63))
+    def mend_and_prepare(self, pick: int) -> None:
+        worker = self._worker(pick)
+        for step in worker.steps:
+            step.kind[0] = "good"
+        self.prepare(pick)
+
+    @precondition(lambda self: any(worker.steps for worker in self.workers))
+    @rule(values=st.lists(st.integers(-100, 100), min_size=1, max_size=2))
+    def run_all(self, values: list[int]) -> None:
+        for value in values:
+            for pick in range(sum(len(worker.steps) for worker in self.workers)):
+                self.run(pick, value)
+
+    @precondition(lambda self: len(self.workers) > 1)
+    @rule()
+    def close_phase(self) -> None:
+        self.phase.close()
+        assert self.phase.closed, "what the rules of `prepare` go by"
+
+    def teardown(self) -> None:
+        steps = [step for worker in getattr(self, "workers", ()) if worker.captures for step in worker.steps]
+        Busy.seen["captures"] += sum(step.captured for step in steps)
+        Busy.seen["replays"] += sum(step.calls for step in steps if step.captured)
+        Busy.seen["broken"] += sum(step.kind[0] != "good" and not step.captured for step in steps)
+        super().teardown()
+
+
+def test_workers_with_steps_live_in_any_order() -> None:
+    """The same examples each time, so that how far they reach can be told; `TestLife` has others at each run."""
+    Busy.seen.clear()
+    options = settings(
+        max_examples=60,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=(Phase.generate,),  # to shrink a failure would outlast the test's time limit
+    )
+    run_state_machine_as_test(Busy, settings=options)
+    for what, least in (("captures", 25), ("replays", 50), ("broken", 5)):
+        assert Busy.seen[what] >= least, f"too shallow to show anything: {dict(Busy.seen)}"
+
+
+# ---- the drafter's step ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", REPLAYING)
+def test_the_drafters_step_replays_bit_for_bit(mode: str, dtype: torch.dtype, groups: int, cuda: FakeCuda) -> None:
+    """Micro-steps of several sizes, validations and updates under another rate each, captured from a live state."""
+    options: dict[str, Any] = {"dtype": dtype, "num_sizes": 3, "anchor_groups": groups, "shape": {"num_anchors": 20}}
+    eager, graphed = (make_toy(optim=OptimConfig(weight_decay=0.1), **options) for _ in range(2))
+    jobs = jobs_of(eager, at_least=10, supervised=0.4)
+    sizes: set[int] = set()
+    for toy in (eager, graphed):
+        toy.accumulate(*jobs[:2])
+        toy.step.apply(1e-2)  # moments are no zeros when it is captured
+        toy.accumulate(jobs[2])
+    with open_context(mode, **({"cuda": cuda} if mode == "fake cuda_graph" else {})) as context:
+        before = state_bytes(graphed)
+        graphed.step.make_graphs(context)
+        context.prepare()
+        assert state_bytes(graphed) == before == state_bytes(eager)
+        for i in range(8):
+            for toy in (eager, graphed):
+                for job in (jobs[i % len(jobs)], jobs[(7 * i + 3) % len(jobs)]):
+                    size = toy.load(job)
+                    sizes.add(size)
+                    toy.step.micro_step(size)
+                toy.step.micro_step(toy.load(jobs[i]), train=False)
+                toy.step.apply(1e-2 / (1 + i))
+            assert state_bytes(graphed) == state_bytes(eager), f"step {i}"
+            found, expected = (vars(toy.step.read_counts()) for toy in (graphed, eager))
+            assert {n: np.asarray(v).tobytes() for n, v in found.items() if v is not None} == {
+                n: np.asarray(v).tobytes() for n, v in expected.items() if v is not None
+            }
+        calls = {graph.name: graph.calls for graph in context.graphs}
+        assert calls["apply"] == 8
+        assert sum(n for name, n in calls.items() if name.startswith("micro_step")) == 16
+        assert sum(n for name, n in calls.items() if name.startswith("validate")) == 8
+        assert len(sizes) > 1, "one size only"
+        for graph in context.graphs:
+            graph.check_addresses()
+    assert state_bytes(graphed) != before
