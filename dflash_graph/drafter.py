@@ -130,6 +130,8 @@ class FlatParameters:
 
     Attributes:
         masters, grads: {"decay": Tensor, "no_decay": Tensor}, each (n,) float32, where matrices decay and vectors not.
+        sums: (n,) float32, what ranks add up after a step: `grads` and `weight_sum` are views of it.
+        weight_sum: () float32, the loss weights of the step so far.
         compute: the same two keys in the compute dtype; the masters themselves when that is float32.
         leaves: parameter name -> leaf Tensor (a view of `compute`) whose `.grad` is a view of `grads`.
     """
@@ -145,7 +147,10 @@ class FlatParameters:
             self._places[name] = (group, sizes[group])
             sizes[group] += -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT
         self.masters = {g: torch.zeros(n, device=device) for g, n in sizes.items()}
-        self.grads = {g: torch.zeros(n, device=device) for g, n in sizes.items()}
+        self.sums = torch.zeros(sum(sizes.values()) + 1, device=device)
+        decay, no_decay, weight_sum = self.sums.split([*sizes.values(), 1])
+        self.grads = {"decay": decay, "no_decay": no_decay}
+        self.weight_sum = weight_sum[0]
         self.low_precision = compute_dtype != torch.float32
         self.compute = (
             {g: torch.zeros(n, device=device, dtype=compute_dtype) for g, n in sizes.items()}
@@ -177,6 +182,7 @@ class FlatParameters:
         for kind, groups in kinds.items():
             for group, buffer in groups.items():
                 yield f"{kind}.{group}", buffer
+        yield "sums", self.sums
         for name, leaf in self.leaves.items():
             yield f"leaf.{name}", leaf
             assert leaf.grad is not None
@@ -204,8 +210,8 @@ class FlatParameters:
                 self.compute[group].copy_(master)
 
     def zero_grads(self) -> None:
-        for grad in self.grads.values():
-            grad.zero_()
+        """Begin a step: gradients and weight sum are 0."""
+        self.sums.zero_()
 
 
 def rope_table(spec: DrafterSpec, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -163,7 +163,7 @@ class DrafterStep:
         self._zero_int = torch.zeros((), device=device, dtype=torch.int64)
         self._zero_feature = torch.zeros((), device=device, dtype=embed_weight.dtype)
         self._ignored = torch.full((), loss_op.IGNORE_INDEX, device=device)
-        self.weight_sum = torch.zeros((), device=device)  # of the step so far
+        self.weight_sum = parameters.weight_sum
         self.counters = StepCounters(block_size=spec.block_size, num_rows=self._group_size * k1, correct=ws["correct"])
         self._loaded: PaddedJob | None = None
         self._taught = False  # what is loaded came with its teacher
@@ -399,7 +399,6 @@ class DrafterStep:
         self.optimizer.step()
         self.parameters.refresh_compute()
         self.parameters.zero_grads()
-        self.weight_sum.zero_()
         self.counters.add_update(norm, self._found_inf)
 
     # ---- graphs -----------------------------------------------------------------------------------------------------
