@@ -6,14 +6,17 @@ and exit code 2. Settings come from `--config run.yaml` and `key=value` override
 
 import argparse
 import json
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dflash_graph.config import Config, load_config
 from dflash_graph.export_command import add_export_arguments, run_export
+from dflash_graph.rank_watch import RANK_DIR
 from dflash_graph.translate import add_config_arguments, run_config
 
 
@@ -143,5 +146,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code or 0
 
 
+def _rank_main() -> NoReturn:
+    """One rank of several: its process ends itself, since another thread may sit in a collective for ever."""
+    from dflash_graph.rank_watch import EXIT_PEER, PeerFailed
+
+    try:
+        code = main()
+    except PeerFailed as error:
+        print(error, file=sys.stderr)
+        code = EXIT_PEER
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
+    if RANK_DIR in os.environ:
+        _rank_main()
     sys.exit(main())

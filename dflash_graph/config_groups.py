@@ -4,9 +4,10 @@ A group checks what it can check alone when it is made. Values that follow from 
 """
 
 import re
-from typing import Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid")
@@ -36,26 +37,126 @@ class TargetConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class SourceConfig:
+    """One source of rows, where a plain path says too little.
+
+    Attributes:
+        path: a file, a glob, a folder of files, a folder of `datasets.save_to_disk`, or `hf:org/name[:split]`.
+        name: what reports call it; None is the path.
+        weight: expected number of times that each of its rows appears: 2 is twice, 0.25 a quarter of the rows, 1.5
+            once or twice. Which rows fall to the fraction depends on `seed` and the row, not on the run's seed.
+        max_rows: only its first so many rows are read.
+        split, subset: of a hub id or a `datasets` folder.
+        format: of files whose names do not tell ("jsonl", "json", "parquet" or "arrow").
+    """
+
+    path: str
+    name: str | None = None
+    weight: float = 1.0
+    seed: int = 0
+    max_rows: int | None = None
+    split: str | None = None
+    subset: str | None = None
+    format: Literal["jsonl", "json", "parquet", "arrow"] | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "path of a data source must not be empty")
+        require(
+            0 < self.weight <= 1000, f"weight of {self.path} must be above 0 and at most 1000; found {self.weight}"
+        )
+        require(0 <= self.seed < 2**63, f"seed of {self.path} must be a non-negative 63-bit integer; found {self.seed}")
+        require(
+            self.max_rows is None or self.max_rows >= 1,
+            f"max_rows of {self.path} must be at least 1; found {self.max_rows}",
+        )
+
+    def __str__(self) -> str:
+        return self.name or self.path
+
+
+def _read_sources(values: Any) -> Any:
+    """Paths stay text; mappings become `SourceConfig`s, so that errors name the key and not a kind of union."""
+    if isinstance(values, str) or not isinstance(values, (list, tuple)):
+        raise ValueError(f"data.train and data.validation must be lists of sources; found {values!r}: write [{values}]")
+    sources: list[str | SourceConfig] = []
+    known = [f.name for f in fields(SourceConfig)]
+    for value in values:
+        if isinstance(value, (str, SourceConfig)):
+            sources.append(value)
+            continue
+        if not isinstance(value, dict):
+            raise ValueError(f"a data source must be a path or a mapping with `path`; found {value!r}")
+        if unknown := [key for key in value if key not in known]:
+            raise ValueError(f"a data source knows the keys {', '.join(known)}; found {unknown[0]!r} in {value}")
+        if "path" not in value:
+            raise ValueError(f"a data source must have a `path`; found {value}")
+        if bools := [key for key in value if isinstance(value[key], bool)]:
+            raise ValueError(f"{bools[0]} of a data source must not be true or false; found {value}")
+        try:
+            sources.append(SourceConfig(**value))
+        except ValidationError as error:
+            item = error.errors()[0]
+            where = ".".join(str(part) for part in item["loc"])
+            text = item["msg"].removeprefix("Value error, ")
+            message = f"{where} of {value['path']}: {text}; found {item['input']!r}" if where else text
+            raise ValueError(message) from None
+    return tuple(sources)
+
+
+Sources = Annotated[tuple[str | SourceConfig, ...], BeforeValidator(_read_sources)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """Conversations and how they become rows of tokens.
 
     Attributes:
-        train: JSONL files of conversations.
-        validation: JSONL files of held-out conversations for the teacher-forced validation pass.
-        max_length: rows are truncated to this many tokens.
+        train: files, globs, folders or hub ids of conversations, each a path or the settings of a `SourceConfig`.
+        validation: held-out conversations for the teacher-forced validation pass, named likewise (no weights).
+        holdout: instead of `validation`: rows of `train` that are held out, as a share of all (0.01) or a number of
+            rows (500). Which ones depends on their prompts alone. With a share, added data moves no row between the
+            sets; with a number, added data may take the place of held-out rows, which then are trained on.
+        deduplicate: "exact" drops rows whose whole content stood before (Unicode form and white space aside), "prompt"
+            rows whose prompt did; over all sources, and against the held-out rows.
+        max_length: longest row in tokens.
+        overlong: what happens to longer ones: "truncate" cuts their end, "drop" drops them. Both are counted.
         chat_template: path of a Jinja file that replaces the tokenizer's own template.
+        workers: processes that tokenise; 1 is this process, None one per core where the data is worth it. The result
+            does not depend on it.
         cache_dir: where tokenised rows are kept; None is `.cache/dflash_graph` under the working folder.
     """
 
-    train: tuple[str, ...]
-    validation: tuple[str, ...] = ()
+    train: Sources
+    validation: Sources = ()
+    holdout: int | float | None = None
+    deduplicate: Literal["none", "exact", "prompt"] = "none"
     max_length: int = 4096
+    overlong: Literal["truncate", "drop"] = "truncate"
     chat_template: str | None = None
+    workers: int | None = None
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        require(len(self.train) > 0, "data.train must name at least one JSONL file")
+        require(len(self.train) > 0, "data.train must name at least one JSONL file, or another source")
         require(self.max_length >= 2, f"data.max_length must be at least 2 tokens; found {self.max_length}")
+        require(
+            self.workers is None or self.workers >= 1, f"data.workers must be at least 1 process; found {self.workers}"
+        )
+        holdout = self.holdout
+        require(
+            holdout is None or (0 < holdout < 1 if isinstance(holdout, float) else holdout >= 1),
+            f"data.holdout must be a share between 0 and 1 or a whole number of rows; found {holdout}",
+        )
+        require(
+            holdout is None or not self.validation,
+            "data.holdout takes its rows from data.train and data.validation names rows of their own: set one of them; "
+            f"found {holdout} and {len(self.validation)} sources",
+        )
+        for source in self.validation:
+            require(
+                isinstance(source, str) or source.weight == 1,
+                f"a source of data.validation must have weight 1; found {source}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -269,6 +370,10 @@ class DeviceConfig:
     drafter_threads: int | None = None
     kernels: Literal["auto", "torch", "triton"] = "auto"
     anchor_groups: int | None = None
+    ranks: int | None = None
+    rank_jobs: tuple[int, ...] | None = None
+    rank_timeout_s: float = 60.0
+    check_every: int = 100
 
     def __post_init__(self) -> None:
         for name in ("num_targets", "target_threads", "drafter_threads", "anchor_groups"):

@@ -56,6 +56,26 @@ class JobCounts:
             self.trained_rows += job.num_trained_rows
         self.steps.append(buckets)
 
+    def add(self, other: "JobCounts") -> None:
+        """Add the counts of later steps."""
+        self._add_sums(other)
+        self.steps += other.steps
+
+    def _add_sums(self, other: "JobCounts") -> None:
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @classmethod
+    def merged(cls, ranks: "Sequence[JobCounts]") -> "JobCounts":
+        """What all ranks together did in the same steps: sums, step by step."""
+        merged = cls(num_buckets=ranks[0].num_buckets)
+        for each in ranks:
+            merged._add_sums(each)
+        merged.steps = [
+            [sum(n) for n in zip(*step, strict=True)] for step in zip(*(r.steps for r in ranks), strict=True)
+        ]
+        return merged
+
     def metrics(self, seconds: float) -> dict[str, Any]:
         """Rates over `seconds` of wall-clock and ratios; None where nothing was counted.
 
@@ -76,6 +96,9 @@ class JobCounts:
         }
 
 
+_SUMMED = tuple(f.name for f in dataclasses.fields(JobCounts) if f.name not in ("num_buckets", "steps"))
+
+
 def ratio(part: float, whole: float) -> float | None:
     """part / whole; None, not NaN, where there is nothing to divide by."""
     return part / whole if whole else None
@@ -86,12 +109,24 @@ def ratios(part: np.ndarray, whole: np.ndarray) -> list[float | None]:
     return [ratio(float(p), float(w)) for p, w in zip(part, whole, strict=True)]
 
 
+_COUNTED = ("loss_sum", "weight_sum", "rows", "correct", "correct_top_k", "blocks", "leading")
+
+
 def add_counts(a: "Counts", b: "Counts") -> "Counts":
     """Sum of two read-outs in order; norm and skipped-in-a-row are states, so the later one holds."""
-    summed = ["loss_sum", "weight_sum", "rows", "correct", "correct_top_k", "blocks", "leading", "skipped_steps"]
+    summed = [*_COUNTED, "skipped_steps"]
     if a.kl_sum is not None and b.kl_sum is not None:
         summed += ["nll_sum", "kl_sum"]
     return dataclasses.replace(b, **{name: getattr(a, name) + getattr(b, name) for name in summed})
+
+
+def merge_counts(ranks: Sequence["Counts"]) -> "Counts":
+    """All ranks' read-outs of the same steps: what each counted of its own jobs is summed, the updates are common."""
+    merged: dict[str, Any] = {name: sum(getattr(each, name) for each in ranks) for name in _COUNTED}
+    mixed = [each for each in ranks if each.kl_sum is not None]  # a rank without a job has none
+    for name in ("nll_sum", "kl_sum") if mixed else ():
+        merged[name] = sum(getattr(each, name) for each in mixed)
+    return dataclasses.replace(ranks[0], **merged)
 
 
 def count_metrics(counts: "Counts", *, top_k: bool = True) -> dict[str, Any]:
@@ -125,8 +160,9 @@ def bottleneck(waits: Waits, seconds: float, threshold: float = 0.1) -> str:
     side that fills slots is slow: "padding" if the targets' wait for padded jobs makes up at least half of it, else
     "target". Targets that wait for a FREE slot mean "drafter". A target that waits for its turn to take a job waits for
     what the one inside waits for, so "turn" is shared out between "job" and "slot" as these stand to each other;
-    targets' waits are means over targets. The largest wait names the bottleneck; below `threshold` of the wall-clock
-    the run is "balanced".
+    targets' waits are means over targets, drafters' over drafters. "ranks" is a drafter's wait for the other ranks'
+    gradients: some rank is slower. The largest wait names the bottleneck; below `threshold` of the wall-clock the run
+    is "balanced".
     """
     sums: dict[str, float] = {}
     for (_, cause), waited in waits.items():
@@ -135,12 +171,20 @@ def bottleneck(waits: Waits, seconds: float, threshold: float = 0.1) -> str:
     taking = sums.get("job", 0.0) + sums.get("slot", 0.0)
     with_turns = 1 + (ratio(sums.get("turn", 0.0), taking) or 0.0)
     for_job, for_slot = (sums.get(cause, 0.0) * with_turns / targets for cause in ("job", "slot"))
-    ready = sums.get("ready", 0.0)
+    drafters = len({worker for worker, cause in waits if cause in ("ready", "validation", "ranks")}) or 1
+    ready, others, validation = (sums.get(cause, 0.0) / drafters for cause in ("ready", "ranks", "validation"))
     scores = {
         "padding" if 0 < ready <= 2 * for_job else "target": ready,
         "drafter": for_slot,
+        "ranks": others,
         "checkpoint": sums.get("checkpoint", 0.0),
-        "validation": sums.get("validation", 0.0),
+        "validation": validation,
     }
     word = max(scores, key=lambda name: scores[name])
     return word if seconds > 0 and scores[word] >= threshold * seconds else "balanced"
+
+
+def slowest_rank(waits: Waits, world: int) -> dict[str, Any]:
+    """The rank for which the others wait, and how long they do, seconds of the drafter that waited longest."""
+    waited = [waits.get((f"rank{rank}.drafter", "ranks"), 0.0) for rank in range(world)]
+    return {"slowest_rank": waited.index(min(waited)), "waited_for_ranks_s": round(max(waited) - min(waited), 4)}

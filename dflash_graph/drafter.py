@@ -148,9 +148,9 @@ class FlatParameters:
             sizes[group] += -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT
         self.masters = {g: torch.zeros(n, device=device) for g, n in sizes.items()}
         self.sums = torch.zeros(sum(sizes.values()) + 1, device=device)
-        decay, no_decay, weight_sum = self.sums.split([*sizes.values(), 1])
-        self.grads = {"decay": decay, "no_decay": no_decay}
-        self.weight_sum = weight_sum[0]
+        decay = sizes["decay"]
+        self.grads = {"decay": self.sums[:decay], "no_decay": self.sums[decay:-1]}
+        self.weight_sum = self.sums[-1]
         self.low_precision = compute_dtype != torch.float32
         self.compute = (
             {g: torch.zeros(n, device=device, dtype=compute_dtype) for g, n in sizes.items()}

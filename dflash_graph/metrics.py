@@ -15,16 +15,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import numpy as np
 
 from dflash_graph.config import LogConfig
-from dflash_graph.counts import JobCounts, Waits, add_counts, bottleneck, count_metrics
+from dflash_graph.counts import (
+    JobCounts,
+    Waits,
+    add_counts,
+    bottleneck,
+    count_metrics,
+    merge_counts,
+    slowest_rank,
+)
 
 if TYPE_CHECKING:
     from dflash_graph.counters import Counts
-    from dflash_graph.padding import PaddedJob
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -128,6 +135,45 @@ def _plain(value: Any, dropped: list[str], name: str = "") -> Any:
     return value
 
 
+# ---- several ranks --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """What one rank reports of the steps since its last record; see `MetricsLogger.log`."""
+
+    jobs: JobCounts
+    counts: "Counts"
+    waits: Waits
+    depths: Mapping[str, int]
+    ready_by_bucket: Mapping[int, int]
+
+
+def merge_records(records: Sequence[RankRecord]) -> RankRecord:
+    """All ranks together: counts are summed, waits stay apart under `rank<r>.<worker>`; one rank's is left alone."""
+    if len(records) == 1:
+        return records[0]
+    waits = {
+        (f"rank{rank}.{worker}", cause): seconds
+        for rank, record in enumerate(records)
+        for (worker, cause), seconds in record.waits.items()
+    }
+    return RankRecord(
+        jobs=JobCounts.merged([record.jobs for record in records]),
+        counts=merge_counts([record.counts for record in records]),
+        waits=waits,
+        depths=_summed([record.depths for record in records]),
+        ready_by_bucket=_summed([record.ready_by_bucket for record in records]),
+    )
+
+
+_Key = TypeVar("_Key")
+
+
+def _summed(parts: Sequence[Mapping[_Key, int]]) -> dict[_Key, int]:
+    return {key: sum(part.get(key, 0) for part in parts) for key in dict.fromkeys(k for part in parts for k in part)}
+
+
 # ---- the logger -----------------------------------------------------------------------------------------------------
 
 
@@ -178,30 +224,28 @@ class MetricsLogger:
             JobCounts(num_buckets=len(bucket_lengths)),
         )
         self._counts: Counts | None = None
-        self._own_waits: dict[tuple[str, str], float] = {}
         self._waits: dict[tuple[str, str], float] = {}
         self._skipped_steps = 0
         self._steps = 0
 
     # ---- collecting ----
 
-    def add_step(self, jobs: "Sequence[PaddedJob]") -> None:
-        """Count the jobs of one optimizer step."""
-        self._interval.add_step(jobs)
-        self._total.add_step(jobs)
-        self._total.steps.clear()  # the mix of each step is in the records; a run has too many steps to keep them here
-        self._steps += 1
+    def advance(self, jobs: int) -> None:
+        """Move the progress bar by the jobs of one optimizer step."""
         if self._bar is not None:
-            self._bar.update(len(jobs))
+            self._bar.update(jobs)
+
+    def add_jobs(self, counts: JobCounts) -> None:
+        """Count the jobs of the steps since the last call, all ranks together."""
+        self._interval.add(counts)
+        self._total.add(counts)
+        self._total.steps.clear()  # the mix of each step is in the records; a run has too many steps to keep them here
+        self._steps += len(counts.steps)
 
     def add_counts(self, counts: "Counts") -> None:
         """Add device counters that were read back (and reset) since the last call."""
         self._counts = counts if self._counts is None else add_counts(self._counts, counts)
         self._skipped_steps += counts.skipped_steps
-
-    def add_wait(self, worker: str, cause: str, seconds: float) -> None:
-        """Count seconds that ring and dispatcher do not know of: the drafter's for "checkpoint" and "validation"."""
-        self._own_waits[worker, cause] = self._own_waits.get((worker, cause), 0.0) + seconds
 
     # ---- writing ----
 
@@ -215,6 +259,7 @@ class MetricsLogger:
         waits: Waits,
         depths: Mapping[str, int],
         ready_by_bucket: Mapping[int, int],
+        world: int = 1,
     ) -> dict[str, Any]:
         """Write the record of the steps since the last one, begin a new interval, and return the record.
 
@@ -223,11 +268,11 @@ class MetricsLogger:
         Args:
             waits: seconds per (worker, cause) since the process started, all sources merged.
             depths: slots per state and jobs per dispatcher stage, now. ready_by_bucket: READY slots per bucket, now.
+            world: number of ranks; of several, workers are named `rank<r>.<worker>`, and the slowest rank is named.
         """
         now = time.monotonic()
         seconds, interval, counts = now - self._interval_started, self._interval, self._counts
-        merged = {**waits, **self._own_waits}
-        waited = {key: value - self._waits.get(key, 0.0) for key, value in merged.items()}
+        waited = {key: value - self._waits.get(key, 0.0) for key, value in waits.items()}
         record: dict[str, Any] = {
             "kind": "train",
             "step": step,
@@ -250,7 +295,9 @@ class MetricsLogger:
             "waits": _nested(waited),
             "bottleneck": bottleneck(waited, seconds),
         }
-        self._waits, self._interval_started, self._last_step = merged, now, step
+        if world > 1:
+            record |= slowest_rank(waited, world)
+        self._waits, self._interval_started, self._last_step = dict(waits), now, step
         self._interval, self._counts = JobCounts(num_buckets=len(self._bucket_lengths)), None
         written = self._write(record)
         self._show(written)

@@ -36,10 +36,29 @@ VALIDATION_EPOCH = 2**31  # key of the validation pass's anchor draw; no trainin
 
 
 @dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where one rank's workers run, and with how many ranks it shares its machine."""
+
+    drafter: torch.device
+    targets: tuple[torch.device, ...]
+    ranks_here: int = 1
+
+
+def default_placement(config: Config) -> Placement:
+    """A run of one process: the drafter on the CPU or the first GPU, targets where the settings say."""
+    devices = config.devices
+    drafter = torch.device("cuda:0" if devices.device == "cuda" else "cpu")
+    names = devices.target_devices
+    targets = [drafter] * devices.num_targets if names is None else [torch.device(name) for name in names]
+    return Placement(drafter=drafter, targets=tuple(targets))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """Shapes, specs and data of a run.
 
     Attributes:
+        placement: devices of this rank; whatever they are called, a worker on one has it as its current device.
         teacher: what the loss needs of the target's own distribution, or None.
         head_ids: (V,) the full ids of the reduced head in head order, or None.
     """
@@ -57,17 +76,26 @@ class RunPlan:
     slots: int
     min_ready: int
     window: int
+    placement: Placement
 
     @property
     def device(self) -> torch.device:
-        """The drafter's device, with its index: a worker on another one has that as its current device."""
-        return torch.device("cuda:0" if self.config.devices.device == "cuda" else "cpu")
+        """The drafter's device."""
+        return self.placement.drafter
 
     @property
-    def target_devices(self) -> list[torch.device]:
+    def target_devices(self) -> tuple[torch.device, ...]:
         """The device of each target."""
-        names = self.config.devices.target_devices
-        return [self.device] * self.config.devices.num_targets if names is None else [torch.device(n) for n in names]
+        return self.placement.targets
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.placement.targets)
+
+    @property
+    def workers_here(self) -> int:
+        """Workers of all ranks that share this machine's cores."""
+        return (self.num_targets + 1) * self.placement.ranks_here
 
     @property
     def target_dtype(self) -> torch.dtype:
@@ -160,7 +188,7 @@ class RunPlan:
         return [
             *slot_specs(
                 num_slots=self.slots,
-                num_targets=config.devices.num_targets,
+                num_targets=self.num_targets,
                 target_devices=self.target_devices,
                 feature_dtype=self.compute_dtype,
                 **shape,
@@ -217,8 +245,11 @@ class RunPlan:
         return text
 
 
-def make_plan(config: Config) -> RunPlan:
+def make_plan(config: Config, placement: Placement | None = None) -> RunPlan:
     """Read data and configurations and decide every shape; nothing is loaded onto a device.
+
+    Args:
+        placement: of one rank of several; None is `default_placement`.
 
     Raises:
         ValueError: data, target and settings do not fit each other; the message says which and what to change.
@@ -266,7 +297,8 @@ def make_plan(config: Config) -> RunPlan:
         with_teacher=config.loss.with_teacher,
     )
     teacher = _teacher_spec(config, job_shape.max_teacher_positions, facts.hidden_size)
-    slots, min_ready, window = _ring_sizes(config, len(taps) * facts.hidden_size, teacher)
+    placement = placement or default_placement(config)
+    slots, min_ready, window = _ring_sizes(config, len(taps) * facts.hidden_size, teacher, placement)
     return RunPlan(
         config=config,
         rows=rows,
@@ -281,6 +313,7 @@ def make_plan(config: Config) -> RunPlan:
         slots=slots,
         min_ready=min_ready,
         window=window,
+        placement=placement,
     )
 
 
@@ -377,15 +410,17 @@ def _teacher_spec(config: Config, num_positions: int, hidden_size: int) -> Teach
     )
 
 
-def _ring_sizes(config: Config, feature_size: int, teacher: TeacherSpec | None) -> tuple[int, int, int]:
+def _ring_sizes(
+    config: Config, feature_size: int, teacher: TeacherSpec | None, placement: Placement
+) -> tuple[int, int, int]:
     """(slots, min_ready, reorder window); slots default to min(20, what half the free memory holds)."""
-    schedule, targets = config.schedule, config.devices.num_targets
+    schedule, targets = config.schedule, len(placement.targets)
     min_ready = schedule.min_ready or 10
     slots = schedule.slots
     if slots is None:
         item = 2 if config.devices.device == "cuda" else 4
         slot_bytes = config.token_budget * feature_size * item + (0 if teacher is None else teacher.nbytes)
-        fits = _free_bytes(config.devices.device) // 2 // slot_bytes
+        fits = _free_bytes(placement) // 2 // slot_bytes
         slots = default_slots(min_ready, targets, fits)
     window = schedule.reorder_window or max(1, slots - 2)
     check_ring(slots, min_ready, targets, window)
@@ -399,7 +434,8 @@ def _activation_limit(device: torch.device) -> int:
     return 128 * 2**20
 
 
-def _free_bytes(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _free_bytes(placement: Placement) -> int:
+    """Free memory of the drafter's device; on a CPU this rank's share of it."""
+    if placement.drafter.type == "cuda":
+        return torch.cuda.mem_get_info(placement.drafter)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // placement.ranks_here

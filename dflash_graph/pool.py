@@ -24,11 +24,13 @@ Draw = Literal["seeded", "ready", "round_robin"]
 @dataclass
 class _Epoch:
     schedule: EpochSchedule
-    drawn: np.ndarray  # (J,) bool
-    trained: np.ndarray  # (J,) bool
+    own: np.ndarray  # (n,) jobs to draw here, in draw order where there is one
+    drawn: np.ndarray  # (J,) bool; what is not to be drawn here counts as drawn
+    trained: np.ndarray  # (J,) bool, those before this start included
     rng: np.random.Generator
-    num_drawn: int
-    num_trained: int
+    num_before: int  # trained before this start
+    num_drawn: int = 0
+    num_trained: int = 0
     last_bucket: int = -1
 
 
@@ -50,21 +52,24 @@ class Pool:
         self.seed = seed
         self._epoch: _Epoch | None = None
 
-    def start_epoch(self, schedule: EpochSchedule, trained: np.ndarray | int = 0) -> None:
+    def start_epoch(
+        self, schedule: EpochSchedule, trained: np.ndarray | int = 0, own: np.ndarray | None = None
+    ) -> None:
         """Draw from `schedule` from now on.
 
         Args:
             trained: what is trained already: for "seeded" the number of jobs (a prefix of the draw order); for the
                 others a (J,) bool array, or 0.
+            own: of several ranks, this one's untrained jobs in their order (`RankShare.jobs`); None is all of them.
 
         Raises:
             RuntimeError: the epoch before is not wholly trained.
             ValueError, TypeError: `trained` or the schedule does not fit the draw or the ring.
         """
-        if self._epoch is not None and self._epoch.num_trained < len(self._epoch.trained):
+        if self._epoch is not None and self._epoch.num_trained < len(self._epoch.own):
             raise RuntimeError(
                 f"epoch {self._epoch.schedule.epoch} must be trained before the next starts; trained "
-                f"{self._epoch.num_trained} of {len(self._epoch.trained)} jobs"
+                f"{self._epoch.num_trained} of {len(self._epoch.own)} jobs"
             )
         if schedule.min_ready >= self.ring.num_slots:
             raise ValueError(
@@ -73,8 +78,15 @@ class Pool:
             )
         done = self._trained_mask(schedule, trained)
         count = int(done.sum())
+        if own is None:
+            order = schedule.draw_order if self.draw == "seeded" else np.arange(schedule.num_jobs)
+            own = order[~done[order]]
+        elif done[own].any():
+            raise ValueError(f"jobs to draw must be untrained; found {own[done[own]][:8].tolist()} among them")
+        drawn = np.ones(schedule.num_jobs, dtype=bool)
+        drawn[own] = False
         rng = np.random.default_rng([self.seed, schedule.epoch, count])
-        self._epoch = _Epoch(schedule, done, done.copy(), rng, num_drawn=count, num_trained=count)
+        self._epoch = _Epoch(schedule, own, drawn, done, rng, num_before=count)
 
     def _trained_mask(self, schedule: EpochSchedule, trained: np.ndarray | int) -> np.ndarray:
         mask = np.zeros(schedule.num_jobs, dtype=bool)
@@ -104,15 +116,18 @@ class Pool:
 
     @property
     def jobs_left(self) -> int:
-        """Jobs of the current epoch not drawn yet."""
+        """Jobs of the current epoch to draw here and not drawn yet."""
         epoch = self._current()
-        return len(epoch.drawn) - epoch.num_drawn
+        return len(epoch.own) - epoch.num_drawn
 
     @property
     def trained(self) -> np.ndarray | int:
-        """What `start_epoch` takes to resume here: the number of trained jobs ("seeded"), else a (J,) bool copy."""
+        """What `start_epoch` takes to resume here: the number of trained jobs ("seeded"), else a (J,) bool copy.
+
+        Of several ranks, each knows of its own jobs only, beside those trained before.
+        """
         epoch = self._current()
-        return epoch.num_trained if self.draw == "seeded" else epoch.trained.copy()
+        return epoch.num_before + epoch.num_trained if self.draw == "seeded" else epoch.trained.copy()
 
     def next(self, who: str) -> Lease:
         """The next slot to train, DRAINING and in the caller's hands until `Ring.release`.
@@ -127,7 +142,7 @@ class Pool:
             raise RuntimeError(f"all jobs of epoch {epoch.schedule.epoch} are drawn; call start_epoch")
         number = epoch.schedule.epoch
         if self.draw == "seeded":
-            wanted = int(epoch.schedule.draw_order[epoch.num_drawn])
+            wanted = int(epoch.own[epoch.num_drawn])
             lease = self.ring.draw(
                 number,
                 lambda ready: next((x for x in ready if x.job.index == wanted), None),
@@ -145,7 +160,10 @@ class Pool:
             )
         job = lease.job
         if epoch.drawn[job.index]:
-            raise RuntimeError(f"epoch {number} job {job.index} was already drawn; the source must skip trained jobs")
+            raise RuntimeError(
+                f"epoch {number} job {job.index} was already drawn; the source must skip trained jobs and those of "
+                "other ranks"
+            )
         epoch.drawn[job.index] = True
         epoch.num_drawn += 1
         epoch.last_bucket = job.bucket
@@ -173,7 +191,7 @@ class Pool:
                 raise RuntimeError(
                     f"only drawn, untrained jobs can be marked; epoch {epoch.schedule.epoch} job {job} is {state}"
                 )
-            expected = epoch.schedule.draw_order[epoch.num_trained] if self.draw == "seeded" else job
+            expected = epoch.own[epoch.num_trained] if self.draw == "seeded" else job
             if job != expected:
                 raise RuntimeError(f"jobs must be marked in draw order: next is {expected}; found {job}")
             epoch.trained[job] = True

@@ -449,6 +449,12 @@ class DrafterStep:
             optimizer |= {f"{kind}.{name}": view for name, view in views.items()}
         return self.parameters.views(self.parameters.masters), optimizer
 
+    def shared_state(self) -> list[Tensor]:
+        """The flat tensors that all ranks must hold alike: masters and moments."""
+        states = [self.optimizer.state[master] for master in self.parameters.masters.values()]
+        kinds = ("step", "exp_avg", "exp_avg_sq")
+        return [*self.parameters.masters.values(), *(state[kind] for state in states for kind in kinds)]
+
     @torch.no_grad()
     def load_state(self, drafter: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
         """Restore masters and moments in place from the tensors of `state_tensors`."""

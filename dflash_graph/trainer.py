@@ -1,7 +1,9 @@
 """The drafter worker: the thread that draws slots, trains, validates, logs and saves.
 
-It owns the drafter, its optimizer and the run's progress. One step is `jobs_per_step` draws, each a load into the
-workspace and a micro-step, then one apply. A job counts as trained when its step is done. Called by `training.py`.
+It owns the drafter, its optimizer and the run's progress. One step is `jobs_per_step` jobs over all ranks: this rank's
+draws, each a load into the workspace and a micro-step, then the sum over the ranks and one apply. A job counts as
+trained when its step is done. All ranks make the same exchanges in the same order, whatever their jobs. Called by
+`training.py`.
 """
 
 import threading
@@ -17,14 +19,16 @@ from torch import Tensor
 from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, decode_mask, encode_mask
 from dflash_graph.control import RunControl
 from dflash_graph.counters import Counts
-from dflash_graph.counts import ratio
+from dflash_graph.counts import JobCounts, merge_counts, ratio
 from dflash_graph.drafter import FlatParameters
 from dflash_graph.graphs import CapturePhase, Observer, WorkerContext
 from dflash_graph.initialise import initial_parameters
 from dflash_graph.memory import DeviceMemory, measure
-from dflash_graph.metrics import MetricsLogger
+from dflash_graph.metrics import MetricsLogger, RankRecord, merge_records
 from dflash_graph.padding import PaddedJob, pad_job
 from dflash_graph.plan import RunPlan
+from dflash_graph.rank_share import RankShare
+from dflash_graph.ranks import Ranks
 from dflash_graph.schedule import EpochSchedule
 from dflash_graph.static_buffers import BufferTable, Pool, Ring
 from dflash_graph.step import DrafterStep, learning_rate
@@ -79,11 +83,12 @@ class Trainer:
     Args:
         settings: nested plain settings and derived facts, kept in each checkpoint.
         checkpoint: what to resume from, or None for a fresh start.
-        writer, logger: None in a dry run, which keeps nothing.
+        writer, logger: None in a dry run, which keeps nothing, and in all ranks but the first.
         other_waits: seconds per (worker, cause) and depths known to the dispatcher.
         phase: of captures. observer: of graph mode "debug".
         dry_steps: run so many steps and keep nothing.
-        finish: set when the user asks to stop: the current step is finished, saved, and the run ends in good order.
+        ranks, share: the other processes of the run, and what this one takes of each step.
+        finish: set when the user asks this process to stop: all ranks finish the current step, save, and end.
     """
 
     def __init__(
@@ -103,6 +108,8 @@ class Trainer:
         control: RunControl,
         finish: threading.Event,
         phase: CapturePhase,
+        ranks: Ranks,
+        share: RankShare,
         observer: Observer | None = None,
         dry_steps: int | None = None,
     ) -> None:
@@ -118,7 +125,11 @@ class Trainer:
         self._validation_jobs: list[PaddedJob] = []
         self._validated_step = self._saved_step = -1 if checkpoint is None else progress.step
         self._logged_step = progress.step
-        self._best = 0.0 if writer is None else writer.best_accept_length()
+        self._best = ranks.broadcast(0.0 if writer is None else writer.best_accept_length())
+        self._ranks, self._share = ranks, share
+        self._ending = False  # what all ranks agree on; `finish` is this one's wish
+        self._tally = JobCounts(num_buckets=len(plan.buckets))
+        self._own_waits: dict[tuple[str, str], float] = {}
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -128,7 +139,7 @@ class Trainer:
         Needs the first target loaded.
         """
         plan, config = self.plan, self.plan.config
-        set_cpu_threads(config.devices.drafter_threads, config.devices.num_targets + 1)
+        set_cpu_threads(config.devices.drafter_threads, plan.workers_here)
         context = self.context = make_context(self.name, plan.device, plan, self._phase, self._observer)
         context.__enter__()
         target = self.targets[0].target
@@ -149,7 +160,9 @@ class Trainer:
             loss=config.loss,
             kernels=config.devices.implementation,
         )
-        if self._checkpoint is None:
+        if not self._ranks.leads:
+            pass  # the first rank's state is copied below
+        elif self._checkpoint is None:
             parameters.load(
                 initial_parameters(plan.spec, config.drafter.init, seed=config.seed, target_layers=target.kept_layers)
             )
@@ -157,14 +170,17 @@ class Trainer:
             masters = {name: self._checkpoint.drafter[name] for name in plan.spec.parameter_shapes()}
             self.step.load_state(masters, self._checkpoint.optimizer)
             self._checkpoint = None
+        self._ranks.broadcast_tensors(self.step.shared_state())
+        parameters.refresh_compute()
         if self.writer is not None:
             self.writer.reserve(*self._checkpoint_tensors())
         if plan.validation_rows is not None and (epoch := plan.validation_epoch) is not None:
             self._validation_jobs = [
-                pad_job(plan.validation_rows, epoch, job, plan.validation_shape) for job in range(epoch.num_jobs)
+                pad_job(plan.validation_rows, epoch, job, plan.validation_shape)
+                for job in range(self._ranks.rank, epoch.num_jobs, self._ranks.world)
             ]
         self._addresses = self.step.addresses()
-        self.step.make_graphs(context, validation=bool(self._validation_jobs))
+        self.step.make_graphs(context, validation=plan.validation_rows is not None)
         context.prepare()
         if plan.device.type == "cuda":
             print("memory", *self.memory(), sep="\n", flush=True)
@@ -206,13 +222,16 @@ class Trainer:
         if self._dry_steps is not None:
             self._run_dry(self._dry_steps)
             return
+        self._check_ranks()
         if self.progress.step == 0:
             self._validate()
             self._save()  # before any training: a disk or a folder that cannot hold a checkpoint shows now
-        while self.progress.epoch < self.plan.config.epochs and not self._finish.is_set():
+        self._vote()
+        while self.progress.epoch < self.plan.config.epochs and not self._ending:
             self._run_epoch(self.schedules[self.progress.epoch])
         self._log()
         self._save()
+        self._check_ranks()
         self.check_addresses()
         if self.logger is not None:
             report = self.logger.report()
@@ -225,18 +244,19 @@ class Trainer:
 
     def _run_dry(self, num_steps: int) -> None:
         schedule = self.schedules[0]
-        self.pool.start_epoch(schedule, 0)
+        self.pool.start_epoch(schedule, 0, self._share.jobs(schedule))
+        left = schedule.num_jobs
         for _ in range(num_steps):
-            jobs = min(self.plan.config.schedule.jobs_per_step, self.pool.jobs_left)
-            if not jobs or self._finish.is_set():
+            window = min(self.plan.config.schedule.jobs_per_step, left)
+            if not window or self._ending:
                 break
-            drawn = self._step(jobs)
-            self.pool.mark_trained(drawn)
-            self.progress.jobs += len(drawn)
-            counts = self.step.read_counts()
+            self.pool.mark_trained(self._step(window))
+            left -= window
+            self.progress.jobs += window
+            counts = merge_counts(self._ranks.all_gather(self.step.read_counts()))
             self._check_counts(counts)
             loss = ratio(counts.loss_sum, counts.weight_sum)
-            print(f"one step: loss {'-' if loss is None else f'{loss:.4f}'}, gradient norm {counts.grad_norm:.4f}")
+            self._say(f"one step: loss {'-' if loss is None else f'{loss:.4f}'}, gradient norm {counts.grad_norm:.4f}")
         self.check_addresses()
 
     def close(self) -> None:
@@ -255,7 +275,9 @@ class Trainer:
 
     def _run_epoch(self, schedule: EpochSchedule) -> None:
         plan, progress = self.plan, self.progress
-        self.pool.start_epoch(schedule, progress.trained)
+        self._agree_on(schedule)
+        trained = progress.mask(self.schedules, schedule.num_jobs)
+        self.pool.start_epoch(schedule, progress.trained, self._share.jobs(schedule, trained))
         if self.logger is not None:
             self.logger.log_schedule(
                 progress.step,
@@ -263,21 +285,52 @@ class Trainer:
                 jobs_per_bucket=np.bincount(schedule.job_bucket, minlength=len(plan.buckets)).tolist(),
                 padding_share=schedule.padding_share(plan.rows.lengths),
             )
-        while (left := self.pool.jobs_left) and not self._finish.is_set():
-            jobs = self._step(min(plan.config.schedule.jobs_per_step, left))
-            self.pool.mark_trained(jobs)
+        left = int((~trained).sum())
+        while left and not self._ending:
+            window = min(plan.config.schedule.jobs_per_step, left)
+            self.pool.mark_trained(self._step(window))
+            left -= window
             progress.step += 1
-            progress.jobs += len(jobs)
-            at_end = len(jobs) == left
+            progress.jobs += window
             # A checkpoint of the epoch's last step starts the next epoch.
-            progress.epoch = schedule.epoch + at_end
-            progress.trained = 0 if at_end else self.pool.trained
-            progress.schedule = None if at_end else (schedule.fingerprint, schedule.min_ready)
-            self._after_step(at_end)
+            progress.epoch = schedule.epoch + (not left)
+            so_far = schedule.num_jobs - left if schedule.draw == "seeded" else self.pool.trained
+            progress.trained = so_far if left else 0
+            progress.schedule = (schedule.fingerprint, schedule.min_ready) if left else None
+            self._after_step(at_end=not left)
+
+    def _agree_on(self, schedule: EpochSchedule) -> None:
+        """Every rank builds the schedule of an epoch itself; it must be the first rank's."""
+        found = self._ranks.all_gather(schedule.fingerprint)
+        other = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
+        if other:
+            raise RuntimeError(
+                f"all ranks must have the schedule of rank 0 for epoch {schedule.epoch}; ranks {other} have another: "
+                "their data, packages or settings differ"
+            )
+
+    def _check_ranks(self) -> None:
+        """Masters and moments must be equal, bit for bit, on all ranks: all took the same updates."""
+        if self._ranks.world == 1:
+            return
+        drafter, optimizer = self.step.state_tensors()
+        named = drafter | optimizer
+        sums = [tensor.view(torch.int32).sum(dtype=torch.int64) for tensor in named.values()]
+        found = self._ranks.all_gather(torch.stack(sums).tolist())  # sync: once in devices.check_every steps
+        for rank, theirs in enumerate(found):
+            names = [name for name, ours, first in zip(named, theirs, found[0], strict=True) if ours != first]
+            if names:
+                raise RuntimeError(
+                    f"rank {rank} and rank 0 must hold the same parameters at step {self.progress.step}; the first "
+                    f"that differs is {names[0]} ({len(names)} of {len(named)} do). A device that computes wrongly, or "
+                    "unequal packages on the machines, do this"
+                )
 
     def _after_step(self, at_end: bool) -> None:
         step, config = self.progress.step, self.plan.config
         every = config.log.validate_every
+        if step % config.devices.check_every == 0:
+            self._check_ranks()
         if step % config.log.every == 0 or at_end:
             self._log()
         if (at_end if every is None else step % every == 0) or self.progress.epoch == config.epochs:
@@ -287,41 +340,79 @@ class Trainer:
         if self.writer is not None:
             self.writer.check()
 
-    def _step(self, num_jobs: int) -> list[int]:
-        """One optimizer step over the next `num_jobs` draws; return their job indices in the order drawn."""
+    def _step(self, window: int) -> list[int]:
+        """One optimizer step over the next `window` jobs of all ranks; this rank's job indices in the order drawn."""
         drawn = []
-        for _ in range(num_jobs):
+        quota = self._share.quota(window)
+        for i in range(quota):
+            self._ranks.at(f"step {self.progress.step + 1}, micro-step {i + 1} of {quota}")
             lease = self.pool.next("drafter")
             size = self.step.load_slot(lease.slot, lease.job)
             self.ring.release(lease)
             self.step.micro_step(size)
             self.control.beat()
             drawn.append(lease.job)
-        self._lr = learning_rate(self.plan.config.optim, self.progress.jobs + num_jobs, self.plan.total_jobs)
+        self._ranks.at(f"step {self.progress.step + 1}, adding up gradients")
+        vote, started = self._ranks.start_vote(self._finish.is_set), time.monotonic()
+        self._ranks.all_reduce(self.step.parameters.sums)
+        waited = time.monotonic() - started
+        self._lr = learning_rate(self.plan.config.optim, self.progress.jobs + window, self.plan.total_jobs)
         self.step.apply(self._lr)
+        started = time.monotonic()
+        self._ending = vote() or self._ending
+        if self._ranks.world > 1:
+            self._add_wait("ranks", waited + time.monotonic() - started)
+        self.control.beat()
+        self._tally.add_step(drawn)
         if self.logger is not None:
-            self.logger.add_step(drawn)
+            self.logger.advance(window)
         return [job.index for job in drawn]
+
+    def _vote(self) -> bool:
+        """Whether all ranks end now, since one of them was asked to."""
+        self._ending = self._ranks.start_vote(self._finish.is_set)() or self._ending
+        return self._ending
+
+    def _add_wait(self, cause: str, seconds: float) -> None:
+        key = self.name, cause
+        self._own_waits[key] = self._own_waits.get(key, 0.0) + seconds
+
+    def _say(self, text: str) -> None:
+        if self._ranks.leads:
+            print(text, flush=True)
 
     # ---- now and then -----------------------------------------------------------------------------------------------
 
     def _log(self) -> None:
-        if self.logger is None or self._logged_step == self.progress.step:
+        """Sum what all ranks counted since the last time, exactly, and write it down."""
+        if self._dry_steps is not None or self._logged_step == self.progress.step:
             return
-        counts = self.step.read_counts()
-        dispatcher_waits, dispatcher_depths = self._dispatcher_state()
-        self.logger.add_counts(counts)
-        self.logger.log(
-            self.progress.step,
-            epoch=self.progress.epoch,
-            jobs_trained=self.progress.jobs,
-            lr=self._lr,
-            waits=self.ring.wait_seconds() | dispatcher_waits,
-            depths=self.ring.depths() | dispatcher_depths,
+        waits, depths = self._dispatcher_state()
+        own = RankRecord(
+            jobs=self._tally,
+            counts=self.step.read_counts(),
+            waits=self.ring.wait_seconds() | waits | self._own_waits,
+            depths=self.ring.depths() | depths,
             ready_by_bucket=self.ring.ready_by_bucket(),
         )
+        records = self._ranks.gather(own)
+        if self.logger is not None:
+            merged = merge_records(records)
+            self.logger.add_jobs(merged.jobs)
+            self.logger.add_counts(merged.counts)
+            self.logger.log(
+                self.progress.step,
+                epoch=self.progress.epoch,
+                jobs_trained=self.progress.jobs,
+                lr=self._lr,
+                waits=merged.waits,
+                depths=merged.depths,
+                ready_by_bucket=merged.ready_by_bucket,
+                world=self._ranks.world,
+            )
+        self._tally = JobCounts(num_buckets=len(self.plan.buckets))
         self._logged_step = self.progress.step
-        self._check_counts(counts)
+        self._check_counts(own.counts)
 
     def _check_counts(self, counts: Counts) -> None:
         limit = self.plan.config.optim.max_skipped_steps
@@ -335,28 +426,32 @@ class Trainer:
     @torch.no_grad()
     def _validate(self) -> None:
         """Teacher-forced pass over the held-out rows, with the first target between two of its own jobs."""
-        if not self._validation_jobs or self.logger is None or self._validated_step == self.progress.step:
+        plan = self.plan
+        if plan.validation_epoch is None or self._dry_steps is not None or self._validated_step == self.progress.step:
             return
         self._log()  # the counters are shared: what training has counted is read first
         started = time.monotonic()
         target = self.targets[0]
-        for job in self._validation_jobs:
-            if self._finish.is_set() or self.control.stopping:
+        for i in range(0, plan.validation_epoch.num_jobs, self._ranks.world):  # a round: one job of each rank
+            self._ranks.at(f"step {self.progress.step}, validation")
+            if self._vote() or self.control.stopping:
                 self.step.read_counts()  # half a pass says nothing; the run is asked to end
                 return
             self.control.beat()
-            with target.borrowed():
-                size = self.step.load(target.extract(job), job)
-            self.step.micro_step(size, train=False)
-        counts = self.step.read_counts()
+            if (number := i // self._ranks.world) < len(self._validation_jobs):
+                job = self._validation_jobs[number]
+                with target.borrowed():
+                    size = self.step.load(target.extract(job), job)
+                self.step.micro_step(size, train=False)
+        counts = merge_counts(self._ranks.all_gather(self.step.read_counts()))
         seconds = time.monotonic() - started
-        self.logger.add_wait("drafter", "validation", seconds)
-        self.logger.log_validation(self.progress.step, counts, seconds=seconds)
+        self._add_wait("validation", seconds)
+        if self.logger is not None:
+            self.logger.log_validation(self.progress.step, counts, seconds=seconds)
         loss = ratio(counts.loss_sum, counts.weight_sum)
-        print(
+        self._say(
             f"validation at step {self.progress.step}: loss {'-' if loss is None else f'{loss:.4f}'}, teacher-forced "
-            f"accept_length {counts.accept_length:.3f} ({seconds:.1f} s)",
-            flush=True,
+            f"accept_length {counts.accept_length:.3f} ({seconds:.1f} s)"
         )
         self.last_validation, self._validated_step = counts, self.progress.step
         if counts.accept_length > self._best:
@@ -370,9 +465,14 @@ class Trainer:
         return drafter, optimizer
 
     def _save(self) -> None:
-        if self.writer is None or self._saved_step == self.progress.step:
+        if self._dry_steps is not None or self._saved_step == self.progress.step:
             return
         self._log()
+        self._saved_step = self.progress.step
+        if isinstance(self.progress.trained, np.ndarray):  # each rank knows its own jobs
+            self.progress.trained = np.logical_or.reduce(self._ranks.all_gather(self.progress.trained))
+        if self.writer is None:
+            return
         drafter, optimizer = self._checkpoint_tensors()
         fresh = self.last_validation is not None and self._validated_step == self.progress.step
         stall = self.writer.save(
@@ -382,7 +482,5 @@ class Trainer:
             {"progress": self.progress.to_dict(), "settings": self.settings, "drafter": self.plan.spec.to_dict()},
             accept_length=self.last_validation.accept_length if fresh and self.last_validation else None,
         )
-        if self.logger is not None:
-            self.logger.add_wait("drafter", "checkpoint", stall)
-        print(f"checkpoint at step {self.progress.step}: held training for {stall * 1000:.0f} ms", flush=True)
-        self._saved_step = self.progress.step
+        self._add_wait("checkpoint", stall)
+        self._say(f"checkpoint at step {self.progress.step}: held training for {stall * 1000:.0f} ms")

@@ -9,22 +9,27 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
+
+import torch
 
 from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, compare_settings, load_checkpoint, resolve_resume
 from dflash_graph.config import Config, save_config
 from dflash_graph.control import RunControl
 from dflash_graph.dispatch import Dispatcher
 from dflash_graph.graphs import CapturePhase, Observer
+from dflash_graph.layout import Layout, resolve_layout
 from dflash_graph.metrics import MetricsLogger, truncate_to_step
 from dflash_graph.observer import TrainingObserver
 from dflash_graph.padding import pad_job
-from dflash_graph.plan import RunPlan, make_plan
+from dflash_graph.plan import Placement, RunPlan, make_plan
+from dflash_graph.rank_share import RankShare, proportional
+from dflash_graph.ranks import Ranks, is_rank, join
 from dflash_graph.serving_layouts import ServedTarget, write_servable
 from dflash_graph.static_buffers import BufferTable, Ring
 from dflash_graph.trainer import Progress, Trainer
@@ -55,23 +60,95 @@ def train(config: Config, *, resume: str = "never", dry_run: bool = False) -> Tr
         ValueError: settings, data, target or checkpoint do not fit; before any expensive work.
         Exception: the first error of any worker, with the worker's name as a note.
     """
-    if dry_run:
-        return _train(config, None, "dry run: one step, nothing is kept", dry_run=True)
-    with _lock(Path(config.run_dir)):  # before anything in it is read or changed
-        resume_path, message = resolve_resume(resume, config.run_dir)
-        return _train(config, resume_path, message, dry_run=False)
+    layout = resolve_layout(config.devices, num_cuda=torch.cuda.device_count())
+    if len(layout.ranks) > 1 and not is_rank():
+        raise ValueError(
+            f"the settings ask for {len(layout.ranks)} ranks, which are processes of their own: start them with "
+            "`dflash-graph train`, or set devices.ranks=1"
+        )
+    ranks = join(
+        torch.device(config.devices.device),
+        timeout_s=config.devices.rank_timeout_s,
+        wait_timeout_s=config.schedule.wait_timeout_s,
+    )
+    try:
+        result = _train(config, layout, ranks, resume, dry_run=dry_run)
+    except BaseException as error:
+        ranks.tell(error, "main")
+        raise
+    ranks.close()
+    return result
 
 
-def _train(config: Config, resume_path: Path | None, message: str, *, dry_run: bool) -> TrainResult:
-    print(message, flush=True)
-    checkpoint = load_checkpoint(resume_path) if resume_path is not None else None
-    plan = make_plan(config)
-    settings = config.to_dict() | {"derived": plan.identity()}
-    if checkpoint is not None:
-        for line in compare_settings(checkpoint.state["settings"], settings):
-            print(f"changed since the checkpoint: {line}", flush=True)
-    print(plan.rows.report, plan, sep="\n", flush=True)
-    return Run(plan, settings, checkpoint, dry_steps=1 if dry_run else None).run()
+def _train(config: Config, layout: Layout, ranks: Ranks, resume: str, *, dry_run: bool) -> TrainResult:
+    checkpoint = None
+    with ExitStack() as stack:
+        if ranks.leads and not dry_run:
+            stack.enter_context(_lock(Path(config.run_dir)))  # before anything in it is read or changed
+            resume_path, message = resolve_resume("auto" if ranks.restarts else resume, config.run_dir)
+            checkpoint = load_checkpoint(resume_path) if resume_path is not None else None
+            _say(ranks, message)
+        elif ranks.leads:
+            _say(ranks, "dry run: one step, nothing is kept")
+        checkpoint = _shared(ranks, checkpoint)
+        plan = _make_plan(config, layout, ranks)
+        settings = config.to_dict() | {"derived": plan.identity()}
+        _check_equal(ranks, settings)
+        if checkpoint is not None:
+            for line in compare_settings(checkpoint.state["settings"], settings):
+                _say(ranks, f"changed since the checkpoint: {line}")
+        _say(ranks, f"{plan.rows.report}\n{plan}")
+        share = _share(config, plan, ranks)
+        return Run(plan, settings, checkpoint, dry_steps=1 if dry_run else None, ranks=ranks, share=share).run()
+
+
+def _say(ranks: Ranks, text: str) -> None:
+    if ranks.leads:
+        print(text, flush=True)
+
+
+def _shared(ranks: Ranks, checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """The first rank's checkpoint without its tensors, which go from device to device."""
+    if ranks.world == 1:
+        return checkpoint
+    bare = None if checkpoint is None else replace(checkpoint, drafter={}, optimizer={})
+    heard = ranks.broadcast(bare)
+    return checkpoint if ranks.leads else heard
+
+
+def _make_plan(config: Config, layout: Layout, ranks: Ranks) -> RunPlan:
+    """Each rank plans for itself; the first of each machine first, so that the data are prepared once."""
+    here = layout.ranks[ranks.local_rank]
+    placement = Placement(
+        drafter=torch.device(here.drafter),
+        targets=tuple(torch.device(name) for name in here.targets),
+        ranks_here=ranks.local_world,
+    )
+    plan = make_plan(config, placement) if ranks.local_rank == 0 else None
+    ranks.barrier()
+    return plan or make_plan(config, placement)
+
+
+def _check_equal(ranks: Ranks, settings: dict[str, Any]) -> None:
+    """All ranks must train the same thing."""
+    for rank, theirs in enumerate(ranks.all_gather(settings)):
+        if theirs != settings and rank == 0:
+            lines = "; ".join(compare_settings(theirs, settings)) or "in their data or packages"
+            raise ValueError(f"rank {ranks.rank} must have the settings and data of rank 0; they differ: {lines}")
+
+
+def _share(config: Config, plan: RunPlan, ranks: Ranks) -> RankShare:
+    """Jobs of a step in proportion to the ranks' targets, unless the settings say otherwise."""
+    chosen = config.devices.rank_jobs
+    targets = ranks.all_gather(plan.num_targets)
+    if chosen is not None and len(chosen) != ranks.world:
+        raise ValueError(
+            f"devices.rank_jobs must have one number for each of the {ranks.world} ranks; found {list(chosen)}"
+        )
+    share = RankShare(chosen or proportional(config.schedule.jobs_per_step, targets), ranks.rank)
+    if ranks.world > 1:
+        _say(ranks, f"ranks     {ranks.world}, with {targets} targets, take {list(share.rank_jobs)} jobs of each step")
+    return share
 
 
 def _lock(folder: Path) -> TextIO:
@@ -99,6 +176,7 @@ class Run:
     Args:
         dry_steps: run so many steps and keep nothing; None is the whole run.
         observer: of graph mode "debug"; None is a `TrainingObserver`.
+        ranks, share: the other processes of the run and what this one takes of each step; None is a run of one process.
     """
 
     def __init__(
@@ -109,23 +187,28 @@ class Run:
         *,
         dry_steps: int | None = None,
         observer: Observer | None = None,
+        ranks: Ranks | None = None,
+        share: RankShare | None = None,
     ) -> None:
         config, dry_run = plan.config, dry_steps is not None
-        self.plan = plan
+        self.plan, self.ranks = plan, ranks or Ranks()
+        share = share or RankShare((config.schedule.jobs_per_step,), 0)
+        leads = self.ranks.leads
         self.folder = Path(config.run_dir)
         progress = Progress() if checkpoint is None else Progress.from_dict(checkpoint.state["progress"])
         self.table = BufferTable(plan.buffer_specs())
         if dry_run:
-            print(self.table, flush=True)
+            _say(self.ranks, str(self.table))
         self.control = RunControl(wait_timeout_s=config.schedule.wait_timeout_s)
+        self.ranks.attach(self.control)
         self.finish = threading.Event()
         started = progress.schedule and (progress.epoch, *progress.schedule)
         schedules = Schedules(
-            plan, None if dry_run else self.folder / "schedule", fresh=checkpoint is None, started=started
+            plan, self.folder / "schedule" if leads and not dry_run else None, fresh=checkpoint is None, started=started
         )
         self.ring = Ring(self.control, plan.slots, device=plan.device)
         writer, logger = None, None
-        if not dry_run:
+        if leads and not dry_run:
             save_config(config, self.folder / "config.yaml")
             served = ServedTarget(max_position_embeddings=plan.facts.max_position_embeddings, name=config.target.path)
             writer = CheckpointWriter(
@@ -144,7 +227,7 @@ class Run:
             )
         self.dispatcher = Dispatcher(
             self.control,
-            schedules.jobs(progress.epoch, progress.mask(schedules, plan.jobs_per_epoch)),
+            schedules.jobs(progress.epoch, progress.mask(schedules, plan.jobs_per_epoch), share),
             lambda schedule, job: pad_job(plan.rows, schedule, job, plan.job_shape),
             num_workers=config.schedule.padding_workers,
             window=plan.window,
@@ -156,7 +239,7 @@ class Run:
             TargetWorker(
                 i, plan, self.table, self.ring, self.dispatcher, self.control, phase=self.phase, observer=observer
             )
-            for i in range(config.devices.num_targets)
+            for i in range(plan.num_targets)
         ]
         self.trainer = Trainer(
             plan,
@@ -173,6 +256,8 @@ class Run:
             control=self.control,
             finish=self.finish,
             phase=self.phase,
+            ranks=self.ranks,
+            share=share,
             observer=observer,
             dry_steps=dry_steps,
         )
@@ -202,9 +287,11 @@ class Run:
                 self.trainer.finish_files()
             except RuntimeError as error:  # the last write failed; an earlier error of a worker stays the first
                 self.control.fail("checkpoint-writer", error)
+        if self.control.error is not None:
+            self.ranks.tell(self.control.error, self.control.failed_worker or "")
         self.control.raise_first_error()
         progress, validation = self.trainer.progress, self.trainer.last_validation
-        print(f"ended at step {progress.step} after {time.monotonic() - started:.1f} s", flush=True)
+        _say(self.ranks, f"ended at step {progress.step} after {time.monotonic() - started:.1f} s")
         return TrainResult(
             run_dir=self.folder,
             step=progress.step,
@@ -219,6 +306,7 @@ class Run:
         try:
             while drafter.is_alive() and self.control.error is None:
                 drafter.join(0.1)
+                self.ranks.check()
         finally:
             self.control.stop()
             deadline = time.monotonic() + _GRACE_S

@@ -24,6 +24,7 @@ from dflash_graph.graphs import CapturePhase, Observer, StepGraph, WorkerContext
 from dflash_graph.handoff import FeatureCopy, choose_route
 from dflash_graph.kernels import teacher_statistics as teacher_op
 from dflash_graph.plan import RunPlan
+from dflash_graph.rank_share import RankShare
 from dflash_graph.schedule import EpochSchedule
 from dflash_graph.static_buffers import SLOT_METADATA, BufferTable, JobSource, Ring, write_metadata
 from dflash_graph.target import Target
@@ -164,13 +165,12 @@ class Schedules:
         schedule.save(path)
         return schedule
 
-    def jobs(self, first_epoch: int, trained: np.ndarray) -> Iterator[tuple[EpochSchedule, int]]:
-        """The run's linear job list from `first_epoch` on, without the jobs of that epoch marked in `trained` (J,)."""
+    def jobs(self, first_epoch: int, trained: np.ndarray, share: RankShare) -> Iterator[tuple[EpochSchedule, int]]:
+        """A rank's linear job list from `first_epoch` on, without the jobs of that epoch marked in `trained` (J,)."""
         for epoch in range(first_epoch, self._plan.config.epochs):
             schedule = self[epoch]
-            for job in range(schedule.num_jobs):
-                if epoch > first_epoch or not trained[job]:
-                    yield schedule, job
+            for job in np.sort(share.jobs(schedule, trained if epoch == first_epoch else None)).tolist():
+                yield schedule, job
 
 
 # Buffers of one target that its head reads and writes, whatever the loss takes of them.
@@ -267,7 +267,7 @@ class TargetWorker:
     def load(self) -> None:
         """Load the target, check its attention against transformers' own, and capture its step for each bucket."""
         plan = self._plan
-        set_cpu_threads(plan.config.devices.target_threads, plan.config.devices.num_targets + 1)
+        set_cpu_threads(plan.config.devices.target_threads, plan.workers_here)
         device = plan.target_devices[self._index]
         context = self.context = make_context(self.name, device, plan, self._phase, self._observer)
         context.__enter__()

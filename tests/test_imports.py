@@ -16,8 +16,9 @@ ORDER = [
     "graphs", "observer", "config_groups", "config", "chat", "data_writer", "data", "schedule", "padding", "dispatch",
     "ring", "pool", "static_buffers", "memory", "attention", "target", "kernels", "counters", "drafter", "step",
     "counts", "metrics", "settings", "serving_layouts", "released", "checkpoint_files", "checkpoint", "initialise",
-    "plain_drafter", "decoding", "baselines", "report", "evaluation", "plot", "plan", "export", "export_command",
-    "translate", "handoff", "workers", "trainer", "training", "debug_checks", "debugging", "__init__", "__main__",
+    "plain_drafter", "decoding", "baselines", "report", "evaluation", "plot", "plan", "layout", "rank_share",
+    "rank_watch", "ranks", "export", "export_command", "translate", "handoff", "workers", "trainer", "training",
+    "debug_checks", "debugging", "__init__", "__main__",
 ]  # fmt: skip
 
 

@@ -50,6 +50,13 @@ def lines_of(run_dir: Path) -> list[str]:
 # ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 
+def tally(*steps: list[Any]) -> JobCounts:
+    counts = JobCounts(num_buckets=3)
+    for step in steps:
+        counts.add_step(step)
+    return counts
+
+
 def test_job_metrics_by_hand() -> None:
     counts = JobCounts(num_buckets=3)
     counts.add_step([job(0), job(2, num_tokens=20, num_supervised=10, num_covered=10, num_anchors=10)])
@@ -141,15 +148,14 @@ def make_logger(run_dir: Path, log: LogConfig = QUIET, **changes: Any) -> Metric
 
 def test_records_hold_the_interval_since_the_last_one(tmp_path: Path) -> None:
     with make_logger(tmp_path) as logger:
-        logger.add_step([job(0), job(1)])
-        logger.add_step([job(1)])
+        logger.add_jobs(tally([job(0), job(1)], [job(1)]))
         logger.add_counts(make_counts([1], [1], [1]))
         logger.add_counts(make_counts([3], [0], [0]))
-        logger.add_wait("drafter", "checkpoint", 0.25)
-        snapshot = {"waits": {("drafter", "ready"): 2.0}, "depths": {"READY": 3}, "ready_by_bucket": {2: 4}}
+        waits = {("drafter", "ready"): 2.0, ("drafter", "checkpoint"): 0.25}
+        snapshot = {"waits": waits, "depths": {"READY": 3}, "ready_by_bucket": {2: 4}}
         first = logger.log(2, epoch=0, jobs_trained=3, lr=1e-3, **snapshot)
-        logger.add_step([job(2)])
-        snapshot["waits"] = {("drafter", "ready"): 2.5}
+        logger.add_jobs(tally([job(2)]))
+        snapshot["waits"] = waits | {("drafter", "ready"): 2.5}
         second = logger.log(3, epoch=1, jobs_trained=4, lr=2e-3, **snapshot)
         report = logger.report()
     assert [json.loads(line) for line in lines_of(tmp_path)] == [first, second] == read_records(tmp_path)
@@ -264,7 +270,8 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
 def test_progress(tmp_path: Path, stream: io.StringIO) -> None:
     with make_logger(tmp_path, LogConfig(tensorboard=False), stream=stream, jobs_trained=2) as logger:
-        logger.add_step([job(), job()])
+        logger.advance(2)
+        logger.add_jobs(tally([job(), job()]))
         logger.add_counts(make_counts([4], [2], [2]))
         logger.log(1, epoch=0, jobs_trained=4, lr=0.25, **SNAPSHOT)
     text = stream.getvalue()

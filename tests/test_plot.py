@@ -8,6 +8,7 @@ import pytest
 
 from dflash_graph.config import LogConfig
 from dflash_graph.counters import Counts
+from dflash_graph.counts import JobCounts
 from dflash_graph.metrics import MetricsLogger
 from dflash_graph.plot import _pooled_acceptance, plot_run
 
@@ -29,7 +30,7 @@ def make_run(run_dir: Path, steps: int, *, schedule: bool = True) -> None:
                 loss_sum=80.0 / step, weight_sum=8.0, rows=n, correct=right, correct_top_k=n, blocks=n, leading=right,
                 grad_norm=1.0, skipped_steps=0, skipped_in_a_row=0,
             )  # fmt: skip
-            logger.add_step([])
+            logger.add_jobs(JobCounts(num_buckets=2, steps=[[0, 0]]))
             logger.add_counts(counts)
             waits = {("drafter", "ready"): 0.001 * step, ("target-0", "a new cause"): 0.002 * step}
             logger.log(step, epoch=0, jobs_trained=step, lr=1e-3, waits=waits, depths={}, ready_by_bucket={})
