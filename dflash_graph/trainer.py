@@ -352,6 +352,14 @@ class Trainer:
             self.step.micro_step(size)
             self.control.beat()
             drawn.append(lease.job)
+        self._reduce_and_apply(window)
+        self._tally.add_step(drawn)
+        if self.logger is not None:
+            self.logger.advance(window)
+        return [job.index for job in drawn]
+
+    def _reduce_and_apply(self, window: int) -> None:
+        """The end of a step: the sum over all ranks, one update, and whether this was the last step."""
         self._ranks.at(f"step {self.progress.step + 1}, adding up gradients")
         vote, started = self._ranks.start_vote(self._finish.is_set), time.monotonic()
         self._ranks.all_reduce(self.step.parameters.sums)
@@ -363,10 +371,6 @@ class Trainer:
         if self._ranks.world > 1:
             self._add_wait("ranks", waited + time.monotonic() - started)
         self.control.beat()
-        self._tally.add_step(drawn)
-        if self.logger is not None:
-            self.logger.advance(window)
-        return [job.index for job in drawn]
 
     def _vote(self) -> bool:
         """Whether all ranks end now, since one of them was asked to."""
