@@ -102,12 +102,12 @@ class Watch:
         if self._told:
             return
         self._told = True
-        own = not isinstance(error, PeerFailed)
+        own, notes = not isinstance(error, PeerFailed), getattr(error, "__notes__", [])
         record = RankError(
             rank=self.rank,
             host=socket.gethostname(),
             worker=worker,
-            error=f"{type(error).__name__}: {error}" if own else str(error),
+            error="; ".join([f"{type(error).__name__}: {error}" if own else str(error), *notes]),
             time=time.time(),
         )
         if self._folder is not None:

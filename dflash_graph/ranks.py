@@ -57,6 +57,10 @@ class Ranks:
     def at(self, place: str) -> None:
         """Say what this rank is doing, for the others' error messages."""
 
+    def describe(self) -> str:
+        """What each rank was doing when it was last heard of; "" in a run of one process."""
+        return ""
+
     def tell(self, error: BaseException, worker: str) -> None:
         """Make this rank's first error known to the others."""
 
@@ -108,12 +112,9 @@ class Processes(Ranks):
         timeout = timedelta(seconds=wait_timeout_s)
         self._watch: Watch | None = None
         with self._collective("joining the other ranks"):
-            agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-            own = None if agent or self.rank else TCPStore(host, port, is_master=True, timeout=timeout)
-            prefix = f"dflash/{self.restarts}"
+            # The launcher of the first machine hosts the store, so that it outlives every rank.
+            host, port, prefix = env["MASTER_ADDR"], int(env["MASTER_PORT"]), f"dflash/{self.restarts}"
             store = TCPStore(host, port, is_master=False, timeout=timeout)
-            self._stores = (own, store)
             dist.init_process_group(
                 "gloo",
                 store=PrefixStore(f"{prefix}/groups", store),
@@ -155,6 +156,9 @@ class Processes(Ranks):
 
     def at(self, place: str) -> None:
         self._watching().at(place)
+
+    def describe(self) -> str:
+        return self._watching().describe()
 
     def tell(self, error: BaseException, worker: str) -> None:
         self._watching().tell(error, worker)

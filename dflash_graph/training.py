@@ -20,7 +20,7 @@ import torch
 
 from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, compare_settings, load_checkpoint, resolve_resume
 from dflash_graph.config import Config, save_config
-from dflash_graph.control import RunControl
+from dflash_graph.control import RunControl, WaitTimeoutError
 from dflash_graph.dispatch import Dispatcher
 from dflash_graph.graphs import CapturePhase, Observer
 from dflash_graph.layout import Layout, resolve_layout
@@ -288,6 +288,8 @@ class Run:
             except RuntimeError as error:  # the last write failed; an earlier error of a worker stays the first
                 self.control.fail("checkpoint-writer", error)
         if self.control.error is not None:
+            if isinstance(self.control.error, WaitTimeoutError) and (places := self.ranks.describe()):
+                self.control.error.add_note(places)
             self.ranks.tell(self.control.error, self.control.failed_worker or "")
         self.control.raise_first_error()
         progress, validation = self.trainer.progress, self.trainer.last_validation

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,13 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 LIMIT_S = 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -25,7 +20,7 @@ class RankProcesses:
 
     folder: Path
     processes: list[subprocess.Popen[bytes]]
-    started: float
+    store: TCPStore  # hosted here, as a launcher does
 
     def wait(self, limit: float = LIMIT_S) -> list[int]:
         """Exit codes of all ranks. A rank that outlives the limit is killed, and fails the test."""
@@ -78,11 +73,12 @@ def start_ranks(
         env, env_of: more environment, for all ranks and by rank.
     """
     folder.mkdir(parents=True)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = dict(os.environ) | {
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(store.port),
         "GLOO_SOCKET_IFNAME": "lo",
         "DFLASH_RANK_DIR": str(folder),
         "OMP_NUM_THREADS": "1",
@@ -95,4 +91,4 @@ def start_ranks(
             processes.append(
                 subprocess.Popen([sys.executable, *command], env=own, stdout=output, stderr=subprocess.STDOUT)
             )
-    return RankProcesses(folder, processes, time.monotonic())
+    return RankProcesses(folder, processes, store)

@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,14 +29,23 @@ def start(
     return start_ranks(tmp_path / "launcher", world, ["-m", "tests.rank_program", "train", *settings], env=fault)
 
 
-STAGES = ["start-up", "load", "first step", "mid-epoch", "after a micro-step", "end of epoch", "saving", "target"]
+def cases(*fast: tuple[int, str], slow: tuple[tuple[int, str], ...]) -> list[Any]:
+    """(rank, stage), the rest of the matrix only with --slow."""
+    return [*fast, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow if case not in fast)]
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "writing"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_raises_ends_all(tiny: Path, tmp_path: Path, stage: str, rank: int) -> None:
-    if stage == "writing" and rank:
-        pytest.skip("only rank 0 writes checkpoints")
+STAGES = ("start-up", "load", "first step", "mid-epoch", "after a micro-step", "end of epoch", "saving", "target")
+
+
+@pytest.mark.parametrize(
+    "rank, stage",
+    cases(
+        (0, "start-up"), (1, "load"), (1, "mid-epoch"), (0, "after a micro-step"), (1, "end of epoch"), (0, "writing"),
+        (1, "target"),
+        slow=tuple((rank, stage) for rank in (0, 1) for stage in STAGES),
+    ),
+)  # fmt: skip
+def test_a_rank_that_raises_ends_all(tiny: Path, tmp_path: Path, rank: int, stage: str) -> None:
     ranks = start(tiny, tmp_path, rank, stage, "raise")
     codes = ranks.wait(40)
     assert codes[rank] == 1
@@ -49,9 +59,11 @@ def test_a_rank_that_raises_ends_all(tiny: Path, tmp_path: Path, stage: str, ran
     assert (theirs["own"], theirs["caused_by"]) == (False, rank)
 
 
-@pytest.mark.parametrize("stage", ["start-up", "first step", "mid-epoch", "end of epoch", "saving"])
-def test_a_rank_that_is_killed_ends_all(tiny: Path, tmp_path: Path, stage: str) -> None:
-    rank = 1 if stage == "mid-epoch" else 0
+@pytest.mark.parametrize(
+    "rank, stage",
+    cases((0, "start-up"), (1, "mid-epoch"), (0, "saving"), slow=((0, "first step"), (0, "end of epoch"))),
+)
+def test_a_rank_that_is_killed_ends_all(tiny: Path, tmp_path: Path, rank: int, stage: str) -> None:
     ranks = start(tiny, tmp_path, rank, stage, "kill")
     codes = ranks.wait(40)
     assert codes[rank] == -signal.SIGKILL
@@ -60,8 +72,7 @@ def test_a_rank_that_is_killed_ends_all(tiny: Path, tmp_path: Path, stage: str) 
     assert "silent" in ranks.output(1 - rank) or "store" in ranks.output(1 - rank)
 
 
-@pytest.mark.parametrize("stage", ["mid-epoch", "saving"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank, stage", cases((0, "mid-epoch"), slow=((1, "mid-epoch"), (0, "saving"), (1, "saving"))))
 def test_a_rank_that_stops_answering_ends_all(tiny: Path, tmp_path: Path, rank: int, stage: str) -> None:
     ranks = start(tiny, tmp_path, rank, stage, "stop", world=3)
     others = [r for r in range(3) if r != rank]
