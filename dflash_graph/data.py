@@ -1,112 +1,44 @@
-"""Conversations in JSONL become memory-mapped rows of tokens with a loss mask, once, in a cache keyed by content.
+"""Rows of any source become memory-mapped rows of tokens with a loss mask, once, in a cache keyed by content.
 
-Owns the rows on disk, what was kept and why the rest was dropped (`DataReport`), the tokenizer's loading and the
-choice of the mask token. Every row of the input is either kept or counted under one reason; a data set with nothing
-to train on is an error here, before any model is loaded. Called by train, evaluate and the command line.
+Owns the way from sources to the cache folder: the fingerprint, the work folder that a killed preparation leaves and
+the next one takes up, and the exchange of a finished folder. Every row of the input is either kept or counted under one
+reason; a data set with nothing to train on is an error here, before any model is loaded. Called by train, evaluate and
+the command line.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
-from functools import cached_property
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Literal
 
 from dflash_graph.chat import ChatEncoder, read_template
-from dflash_graph.config import TargetConfig
-from dflash_graph.data_writer import CutShare as CutShare
-from dflash_graph.data_writer import DataReport as DataReport
-from dflash_graph.data_writer import RowWriter
+from dflash_graph.config_groups import DataConfig, SourceConfig, TargetConfig
+from dflash_graph.data_report import CutShare as CutShare
+from dflash_graph.data_report import DataReport as DataReport
+from dflash_graph.data_writer import Layout, Writer, write_meta
+from dflash_graph.mask_token import check_mask_token as check_mask_token
+from dflash_graph.mask_token import choose_mask_token as choose_mask_token
+from dflash_graph.selection import SelectionRules
+from dflash_graph.shard_runner import make_shards
+from dflash_graph.shards import ShardTask
+from dflash_graph.source_files import as_source
+from dflash_graph.sources import LineFile, Source, Table, open_source
+from dflash_graph.token_rows import HOLDOUT
+from dflash_graph.token_rows import TokenRows as TokenRows
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # raise it when the files or the meaning of a row change
-_SCAN_TOKENS = 1 << 24
-
-
-class TokenRows:
-    """Tokenised rows, memory-mapped and read-only.
-
-    Attributes:
-        tokens: (num_tokens,) int32, all rows one after the other.
-        loss_mask: (num_tokens,) uint8, 1 on supervised tokens.
-        offsets: (n + 1,) int64; row i is [offsets[i], offsets[i + 1]).
-        fingerprint: sha256 hex of file contents, tokenizer, template and every setting.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Open a finished cache folder.
-
-        Raises:
-            ValueError: the folder is half-written or damaged.
-        """
-        try:
-            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-            num_rows, num_tokens = int(meta["num_rows"]), int(meta["num_tokens"])
-            self.fingerprint: str = meta["fingerprint"]
-            self.report = _report_from_dict(meta["report"])
-            sizes = {name: (folder / name).stat().st_size for name in ("tokens.bin", "loss_mask.bin", "offsets.bin")}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"damaged data cache {folder}: {error}") from None
-        wanted = {"tokens.bin": 4 * num_tokens, "loss_mask.bin": num_tokens, "offsets.bin": 8 * (num_rows + 1)}
-        if sizes != wanted or num_rows < 1:
-            raise ValueError(f"damaged data cache {folder}: files must have {wanted} bytes; found {sizes}")
-        # Plain views of the maps: slicing an np.memmap itself is several times slower.
-        self.tokens: NDArray[np.int32] = np.asarray(np.memmap(folder / "tokens.bin", np.int32, "r"))
-        self.loss_mask: NDArray[np.uint8] = np.asarray(np.memmap(folder / "loss_mask.bin", np.uint8, "r"))
-        self.offsets: NDArray[np.int64] = np.fromfile(folder / "offsets.bin", np.int64)
-        if self.offsets[0] != 0 or self.offsets[-1] != num_tokens or bool((np.diff(self.offsets) < 2).any()):
-            raise ValueError(f"damaged data cache {folder}: offsets.bin does not describe {num_tokens} tokens")
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @cached_property
-    def lengths(self) -> NDArray[np.int32]:
-        """(n,) int32, tokens of each row."""
-        return np.diff(self.offsets).astype(np.int32)
-
-    def row(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Row i's (length,) tokens and loss mask, as read-only views of the files."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"row must be in [0, {len(self)}); found {i}")
-        part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
-        return self.tokens[part], self.loss_mask[part]
-
-    def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
-        """(vocab_size,) int64: how often each id is a supervised token that can be predicted (not first of its row).
-
-        Raises:
-            ValueError: a row holds an id outside the vocabulary.
-        """
-        if self.report.max_token_id >= vocab_size:
-            raise ValueError(
-                f"token ids must be below the target's vocabulary of {vocab_size}; found {self.report.max_token_id}: "
-                "the tokenizer does not belong to this target"
-            )
-        counts = np.zeros(vocab_size, dtype=np.int64)
-        for start in range(0, len(self.tokens), _SCAN_TOKENS):
-            part = slice(start, start + _SCAN_TOKENS)
-            supervised = self.tokens[part][self.loss_mask[part] == 1]
-            counts += np.bincount(supervised, minlength=vocab_size)
-        starts = self.offsets[:-1]
-        counts -= np.bincount(self.tokens[starts[self.loss_mask[starts] == 1]], minlength=vocab_size)
-        return counts
-
-
-def _report_from_dict(values: dict[str, Any]) -> DataReport:
-    # JSON turns the numeric keys into text and the named tuples into lists.
-    values["length_quantiles"] = {float(k): v for k, v in values["length_quantiles"].items()}
-    values["cut_share"] = {int(k): CutShare(*v) for k, v in values["cut_share"].items()}
-    return DataReport(**values)
+_FORMAT = 2  # raise it when the files or the meaning of a row change
+_DIGEST_THREADS = 4
 
 
 def load_tokenizer(target: TargetConfig) -> Any:
@@ -131,57 +63,129 @@ def load_tokenizer(target: TargetConfig) -> Any:
         ) from error
 
 
+@dataclass(frozen=True)
+class RunRows:
+    """The rows of a run: to train on, and held out (or None)."""
+
+    rows: TokenRows
+    validation: TokenRows | None
+
+
+def prepare_run(data: DataConfig, tokenizer: Any) -> RunRows:
+    """Prepare, or open, all rows that a configuration names.
+
+    Raises:
+        ValueError: as `prepare`.
+    """
+    options: dict[str, Any] = {
+        "max_length": data.max_length,
+        "cache_dir": data.cache_dir or ".cache/dflash_graph",
+        "chat_template": data.chat_template,
+        "deduplicate": data.deduplicate,
+        "overlong": data.overlong,
+        "workers": data.workers,
+    }
+    validation = prepare(data.validation, tokenizer, **options) if data.validation else None
+    rows = prepare(data.train, tokenizer, holdout=data.holdout, validation=validation, **options)
+    return RunRows(rows, validation or rows.holdout)
+
+
 def prepare(
-    files: Sequence[str | Path],
+    files: Sequence[str | Path | SourceConfig],
     tokenizer: Any,
     *,
     max_length: int,
     cache_dir: str | Path,
     chat_template: str | Path | None = None,
+    holdout: int | float | None = None,
+    deduplicate: Literal["none", "exact", "prompt"] = "none",
+    overlong: Literal["truncate", "drop"] = "truncate",
+    validation: TokenRows | None = None,
+    workers: int | None = None,
 ) -> TokenRows:
-    """Tokenise JSONL files of conversations, or open the cached result of the same content and settings.
+    """Tokenise the rows of sources, or open the cached result of the same content and settings.
 
     Args:
-        files: JSONL files; their rows keep this order.
-        max_length: rows are cut to so many tokens.
-        cache_dir: the rows are kept in cache_dir/<fingerprint>/, written to a temporary folder and renamed.
+        files: paths, globs, folders, hub ids or `SourceConfig`s; their rows keep this order.
+        max_length: rows are cut to so many tokens, or dropped where they are longer (`overlong`).
+        cache_dir: the rows are kept in cache_dir/<fingerprint>/, written to a work folder beside it and renamed.
         chat_template: path of a Jinja file that replaces the tokenizer's own template.
+        holdout: share or number of rows that are held out; they are the result's `holdout`.
+        deduplicate: what counts as a row that stood before; see `DataConfig`.
+        validation: with `deduplicate`, rows that these contain are dropped; without, they are counted and warned about.
+        workers: processes; no matter for the result.
 
     Raises:
-        ValueError: a file is missing, no row is trainable, every token is supervised, or the template is unusable.
+        ValueError: a source is missing, of unknown kind or damaged, no row is trainable, every token is supervised, or
+            the template is unusable.
     """
-    paths = [Path(file) for file in files]
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing or not paths:
-        raise ValueError(f"data files must exist and be at least one; missing: {', '.join(missing) or 'all'}")
+    if not files:
+        raise ValueError("data files must exist and be at least one; found none")
     if max_length < 2:
         raise ValueError(f"max_length must be at least 2 tokens; found {max_length}")
     template = read_template(tokenizer, chat_template)
-    fingerprint = _fingerprint(paths, tokenizer, template, max_length)
-    folder = Path(cache_dir) / fingerprint
-    if folder.exists():
-        try:
-            return TokenRows(folder)
-        except ValueError as error:
-            logger.warning("%s; building it again", error)
-    if "strftime_now" in template:
-        logger.warning("the chat template writes the current date: rows built on another day will differ")
-    _build(paths, ChatEncoder(tokenizer, template), max_length, folder)
-    return TokenRows(folder)
-
-
-def _fingerprint(paths: Sequence[Path], tokenizer: Any, template: str, max_length: int) -> str:
-    contents = []
-    for path in paths:
-        with path.open("rb") as file:
-            contents.append(hashlib.file_digest(file, "sha256").hexdigest())
-    identity = {
-        "format": _FORMAT,
-        "files": contents,
+    specs = [spec if isinstance(spec, SourceConfig) else as_source(str(spec)) for spec in files]
+    sources = [open_source(spec, threads=_DIGEST_THREADS) for spec in specs]
+    settings = {
         "tokenizer": _tokenizer_identity(tokenizer),
         "template": template,
         "max_length": max_length,
+        "holdout": holdout,
+        "deduplicate": deduplicate,
+        "overlong": overlong,
+        "validation": validation.fingerprint if validation is not None and deduplicate != "none" else None,
     }
+    fingerprint = _fingerprint(sources, settings)
+    folder = Path(cache_dir) / fingerprint
+    rows = _open_finished(folder)
+    if rows is None:
+        if "strftime_now" in template:
+            logger.warning("the chat template writes the current date: rows built on another day will differ")
+        known = None
+        if validation is not None and deduplicate != "none":
+            known = validation.origins["prompt" if deduplicate == "prompt" else "content"]
+        rules = SelectionRules(deduplicate, holdout, [s.weight for s in specs], [s.seed for s in specs])
+        job = _Job(sources, tokenizer, template, max_length, overlong, rules, known, workers)
+        _build(job, folder)
+        rows = TokenRows(folder)
+    if validation is not None:
+        _warn_of_leaks(rows, validation)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What `_build` builds."""
+
+    sources: Sequence[Source]
+    tokenizer: Any
+    template: str
+    max_length: int
+    overlong: Literal["truncate", "drop"]
+    rules: SelectionRules
+    known: Any
+    workers: int | None
+
+
+def _open_finished(folder: Path) -> TokenRows | None:
+    if not folder.exists():
+        return None
+    try:
+        rows = TokenRows(folder)
+        _ = rows.holdout, rows.origins
+    except (ValueError, OSError) as error:
+        logger.warning("%s; building it again", error)
+        return None
+    return rows
+
+
+def _fingerprint(sources: Sequence[Source], settings: dict[str, Any]) -> str:
+    """sha256 hex of contents and settings. Paths do not count; a name that someone chose stands in the report."""
+    named = []
+    for source in sources:
+        config = source.config
+        named.append([source.digest, config.name, config.weight, config.seed, config.max_rows])
+    identity = {"format": _FORMAT, "sources": named, **settings}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -199,111 +203,152 @@ def _tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
     return identity
 
 
-def _build(paths: Sequence[Path], encoder: ChatEncoder, max_length: int, folder: Path) -> None:
-    """Write the rows into a temporary folder beside `folder`, then put it in place whole."""
+def _build(job: _Job, folder: Path) -> None:
+    """Make the shards in a work folder beside `folder`, put them together there, and put the result in place whole.
+
+    The work folder stays if the process is killed or interrupted, or the disk is full: the next call goes on with its
+    shards. It is removed when the rows are finished, and when they cannot be made.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name[:16]}-", dir=folder.parent))
-    try:
-        with (work / "tokens.bin").open("wb") as tokens, (work / "loss_mask.bin").open("wb") as loss_mask:
-            writer = RowWriter(encoder, max_length, tokens, loss_mask)
-            writer.add_lines(paths)
-            for file in (tokens, loss_mask):
-                file.flush()
-                os.fsync(file.fileno())
-        report = writer.report()
-        np.asarray(writer.offsets, dtype=np.int64).tofile(work / "offsets.bin")
-        meta = {
-            "fingerprint": folder.name,
-            "num_rows": report.kept,
-            "num_tokens": report.num_tokens,
-            "report": asdict(report),
-        }
-        (work / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        _put_in_place(work, folder)
-    finally:
+    work = folder.with_name(f".{folder.name[:16]}.work")
+    with _locked(work):
+        if _open_finished(folder) is not None:
+            shutil.rmtree(work)
+            return  # another process was faster
+        try:
+            _build_locked(job, folder, work)
+        except ValueError:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ValueError(
+                f"the disk of {folder.parent} is full. What is done stays in {work}: free some space, or move "
+                "data.cache_dir with it, and run again"
+            ) from error
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _put_in_place(work: Path, folder: Path) -> None:
-    os.chmod(work, 0o755)  # mkdtemp makes folders private
-    try:
-        work.rename(folder)
-    except OSError:
-        # Something stands there: another process's finished rows, or a damaged folder.
-        try:
-            TokenRows(folder)
-        except ValueError:
-            shutil.rmtree(folder)
-            work.rename(folder)
-
-
-def check_mask_token(rows: TokenRows, mask_token_id: int, name: str = "the data") -> None:
-    """Refuse a mask token that the rows (called `name` in the message) use: it could not be told from text.
-
-    Raises:
-        ValueError: the id occurs in a row.
-    """
-    for start in range(0, len(rows.tokens), _SCAN_TOKENS):
-        hits = np.flatnonzero(rows.tokens[start : start + _SCAN_TOKENS] == mask_token_id)
-        if len(hits):
-            row = int(np.searchsorted(rows.offsets, start + hits[0], side="right")) - 1
-            raise ValueError(
-                f"the mask token must not occur in {name}; id {mask_token_id} occurs first in row {row}: set "
-                "drafter.mask_token_id to an id that no row uses, or leave it unset"
-            )
-
-
-def choose_mask_token(tokenizer: Any, vocab_size: int, *rows: TokenRows, mask_token_id: int | None = None) -> int:
-    """The mask token's id; the log says where it came from.
-
-    In order: `mask_token_id`; the tokenizer's mask token; an added special token that neither the rows nor the chat
-    template use (one named reserved or unused first); an embedding row beyond the tokenizer; the highest id that the
-    rows never use. Never the pad, end, begin or unknown token.
-
-    Args:
-        vocab_size: rows of the target's embedding.
-
-    Raises:
-        ValueError: `mask_token_id` occurs in the rows or is no free row of the embedding, or no id is free.
-    """
-    roles = ("pad_token_id", "eos_token_id", "bos_token_id", "unk_token_id")
-    taken = {getattr(tokenizer, role) for role in roles} - {None}
-    if mask_token_id is not None:
-        if not 0 <= mask_token_id < vocab_size or mask_token_id in taken:
-            raise ValueError(
-                f"drafter.mask_token_id must be in [0, {vocab_size}) and none of the tokenizer's pad, end, begin or "
-                f"unknown tokens {sorted(taken)}; found {mask_token_id}"
-            )
-        for each in rows:
-            check_mask_token(each, mask_token_id)
-        return mask_token_id
-    used = np.zeros(max([vocab_size, *taken, *(each.report.max_token_id for each in rows)]) + 1, dtype=bool)
-    used[[*taken]] = True
-    for each in rows:
-        for start in range(0, len(each.tokens), _SCAN_TOKENS):
-            used[each.tokens[start : start + _SCAN_TOKENS]] = True
-    chosen, source = _free_id(tokenizer, vocab_size, used)
-    logger.log(
-        logging.WARNING if source.startswith("the ordinary") else logging.INFO, "mask token %d: %s", chosen, source
+def _build_locked(job: _Job, folder: Path, work: Path) -> None:
+    started = time.monotonic()
+    parts, file_sources = open_parts(job.sources, work)
+    blocks = [(i, block) for i, part in enumerate(parts) for block in part.blocks(_DIGEST_THREADS)]
+    _check_space(parts, work)
+    task = ShardTask(
+        parts=parts,
+        blocks=blocks,
+        tokenizer=job.tokenizer,
+        template=job.template,
+        max_length=job.max_length,
+        overlong=job.overlong,
+        folder=work / "shards",
     )
-    return chosen
+    run = make_shards(task, job.workers)
+    layout = Layout(
+        folder=task.folder,
+        files=[part.name for part in parts],
+        shard_files=[i for i, _ in blocks],
+        file_sources=file_sources,
+        source_names=[source.name for source in job.sources],
+    )
+    writer = Writer(layout, job.rules, job.max_length, job.known)
+    encoder = ChatEncoder(job.tokenizer, job.template)
+    mask_source = "generation tags" if encoder.has_generation_tags else "prefix rendering"
+    result = work / "rows"
+    shutil.rmtree(result, ignore_errors=True)
+    result.mkdir()
+    report = writer.write(result, mask_source)
+    build = {
+        "seconds": round(time.monotonic() - started, 3),
+        "workers": run.workers,
+        "rows_per_s": round(run.rows / max(run.seconds, 1e-9), 1),
+        "tokens_per_s": round(run.tokens / max(run.seconds, 1e-9), 1),
+        "shards_reused": run.reused,
+    }
+    if job.rules.holdout is not None:
+        (result / HOLDOUT).mkdir()
+        held_out = writer.write(result / HOLDOUT, mask_source, held_out=True)
+        name = hashlib.sha256(f"{folder.name} {HOLDOUT}".encode()).hexdigest()
+        write_meta(result / HOLDOUT, name, held_out, layout.files, build)
+    write_meta(result, folder.name, report, layout.files, build)
+    _put_in_place(result, folder)
+    for source in report.sources:
+        if source.rows_in == 0:
+            logger.warning("the data source %s holds no row", source.name)
 
 
-def _free_id(tokenizer: Any, vocab_size: int, used: NDArray[np.bool_]) -> tuple[int, str]:
-    own = tokenizer.mask_token_id
-    if own is not None and own < vocab_size and not used[own]:
-        return int(own), "the tokenizer's mask token"
-    template = str(tokenizer.chat_template or "")
-    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special and i < vocab_size}
-    free = [i for i, name in added.items() if not used[i] and name not in template]
-    free.sort(key=lambda i: (not any(word in added[i].lower() for word in ("mask", "reserved", "unused")), i))
-    if free:
-        return free[0], f"the special token {added[free[0]]!r}, which the data never uses"
-    for beyond in range(len(tokenizer), vocab_size):
-        if not used[beyond]:
-            return beyond, "an embedding row beyond the tokenizer"
-    unused = np.flatnonzero(~used[:vocab_size])
-    if not len(unused):
-        raise ValueError("no id of the vocabulary is free for the mask token: set drafter.mask_token_id")
-    token = tokenizer.convert_ids_to_tokens(int(unused[-1]))
-    return int(unused[-1]), f"the ordinary token {token!r}, the highest id that the data never uses"
+def open_parts(sources: Sequence[Source], work: Path) -> tuple[list[LineFile | Table], list[int]]:
+    """All files and tables of the sources in order, and the source that each belongs to, as an index."""
+    parts, file_sources = [], []
+    for i, source in enumerate(sources):
+        mine = source.parts(work / "inputs")
+        parts += mine
+        file_sources += [i] * len(mine)
+    return parts, file_sources
+
+
+def _check_space(parts: Sequence[LineFile | Table], work: Path) -> None:
+    """Say early that the disk may not do: shards and rows take some 5 bytes for a token, that is for 4 of text."""
+    text = sum(part.stop if isinstance(part, LineFile) else part.dataset.data.nbytes for part in parts)
+    free = shutil.disk_usage(work).free
+    if free < 2.5 * text:
+        logger.warning(
+            "%s has %.1f GB free; %.1f GB of text may need up to %.1f GB there",
+            work,
+            free / 1e9,
+            text / 1e9,
+            text * 2.5e-9,
+        )
+
+
+@contextmanager
+def _locked(work: Path) -> Iterator[None]:
+    """Hold the work folder for this process alone; others wait."""
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = (work / "lock").open("w")
+        except FileNotFoundError:
+            continue  # whoever had it has just removed it
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("another process prepares the same data in %s; waiting for it", work)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                same = os.path.samestat(os.fstat(lock.fileno()), (work / "lock").stat())
+            except FileNotFoundError:
+                same = False
+            if same:
+                yield
+                return
+
+
+def _put_in_place(result: Path, folder: Path) -> None:
+    try:
+        result.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        # A damaged folder stands there: a whole one would have been opened.
+        shutil.rmtree(folder)
+        result.rename(folder)
+
+
+def _warn_of_leaks(rows: TokenRows, validation: TokenRows) -> None:
+    """Name training rows that the validation rows hold too; with `deduplicate`, there are none of that kind."""
+    import numpy as np
+
+    for key, what, remedy in (("content", "stand", "exact"), ("prompt", "have their prompt", "prompt")):
+        count = int(np.isin(rows.origins[key], validation.origins[key]).sum())
+        if count:
+            logger.warning(
+                "%d of %d training rows %s in the validation rows too; data.deduplicate=%s takes them out",
+                count,
+                len(rows),
+                what,
+                remedy,
+            )
+            return

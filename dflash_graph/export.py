@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from dflash_graph.checkpoint import find_latest, load_checkpoint
 from dflash_graph.checkpoint_files import DRAFTER
 from dflash_graph.config import Config, TargetConfig, load_config
-from dflash_graph.data import check_mask_token, load_tokenizer, prepare
+from dflash_graph.data import check_mask_token, load_tokenizer, prepare_run
 from dflash_graph.drafter import DrafterSpec
 from dflash_graph.initialise import random_parameters
 from dflash_graph.plan import make_plan
@@ -262,13 +262,7 @@ def _check_data(drafter: _Drafter) -> None:
         drafter.notes.append("the data was not checked for the mask token: the checkpoint lies in no run folder")
         return
     try:
-        rows = prepare(
-            config.data.train,
-            load_tokenizer(drafter.target),
-            max_length=config.data.max_length,
-            chat_template=config.data.chat_template,
-            cache_dir=Path(config.data.cache_dir or ".cache/dflash_graph"),
-        )
+        rows = prepare_run(config.data, load_tokenizer(drafter.target)).rows
     except (OSError, ValueError) as error:
         drafter.notes.append(f"the data was not checked for the mask token: {error}")
         return

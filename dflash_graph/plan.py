@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dflash_graph.config import Config, LossConfig
-from dflash_graph.data import TokenRows, choose_mask_token, load_tokenizer, prepare
+from dflash_graph.data import TokenRows, choose_mask_token, load_tokenizer, prepare_run
 from dflash_graph.dispatch import JobShape
 from dflash_graph.drafter import DrafterSpec
 from dflash_graph.kernels.backend import choose_implementation
@@ -275,8 +275,8 @@ def make_plan(config: Config, placement: Placement | None = None) -> RunPlan:
         taps = default_target_layer_ids(facts.num_hidden_layers, drafter.num_hidden_layers)
     check_target_layer_ids(taps, facts.num_hidden_layers)
     tokenizer = load_tokenizer(config.target)
-    rows = _prepare(config, config.data.train, tokenizer)
-    validation = _prepare(config, config.data.validation, tokenizer) if config.data.validation else None
+    prepared = prepare_run(config.data, tokenizer)
+    rows, validation = prepared.rows, prepared.validation
     _check_vocabulary(rows, facts.vocab_size)
     all_rows = [rows] if validation is None else [rows, validation]
     mask_token_id = choose_mask_token(tokenizer, facts.vocab_size, *all_rows, mask_token_id=drafter.mask_token_id)
@@ -329,16 +329,6 @@ def _check_numbers(config: Config) -> None:
             f"loss.kl_weight > 0 needs the target's dtype, or float32, in the drafter; found {target} and {compute}. "
             "Set drafter.compute_dtype or target.dtype"
         )
-
-
-def _prepare(config: Config, files: tuple[str, ...], tokenizer: Any) -> TokenRows:
-    return prepare(
-        files,
-        tokenizer,
-        max_length=config.data.max_length,
-        chat_template=config.data.chat_template,
-        cache_dir=Path(config.data.cache_dir or ".cache/dflash_graph"),
-    )
 
 
 def _check_vocabulary(rows: TokenRows, vocab_size: int) -> None:

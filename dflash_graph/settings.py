@@ -16,6 +16,7 @@ IDENTITY_KEYS = frozenset(
         "derived",
         *(f"target.{key}" for key in ("path", "gguf_file", "revision", "dtype", "trust_remote_code")),
         *(f"data.{key}" for key in ("train", "validation", "max_length", "chat_template")),
+        *(f"data.{key}" for key in ("holdout", "deduplicate", "overlong")),
         *(f"schedule.{key}" for key in ("token_budget", "num_buckets", "order", "draw", "jobs_per_step")),
         *(f"drafter.{key}" for key in ("num_hidden_layers", "block_size", "target_layer_ids", "mask_token_id")),
         *(f"drafter.{key}" for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")),
@@ -29,7 +30,7 @@ IDENTITY_KEYS = frozenset(
 FREE_KEYS = frozenset(
     {
         *("run_dir", "epochs", "optim", "log", "checkpoint", "devices", "graphs"),
-        *("data.cache_dir", "drafter.init", "drafter.num_micro_step_sizes"),
+        *("data.cache_dir", "data.workers", "drafter.init", "drafter.num_micro_step_sizes"),
         *(f"schedule.{key}" for key in ("slots", "min_ready", "padding_workers", "reorder_window", "wait_timeout_s")),
     }
 )
@@ -40,6 +41,10 @@ _NOTES = {
 }
 # Keys that the first checkpoints lack, and what those runs did.
 _ADDED = {
+    "data.holdout": None,
+    "data.deduplicate": "none",
+    "data.overlong": "truncate",
+    "data.workers": None,
     "loss.weighting": "decay",
     "loss.d_pace_alpha": 0.5,
     "loss.labels": "data",
@@ -47,6 +52,10 @@ _ADDED = {
     "devices.kernels": "auto",
     "devices.anchor_groups": None,
     "devices.target_devices": None,
+    "devices.ranks": None,
+    "devices.rank_jobs": None,
+    "devices.rank_timeout_s": 60.0,
+    "devices.check_every": 100,
     "graphs.mode": "auto",
     "graphs.warmups": 3,
     "graphs.debug_steps": 3,

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -546,28 +547,38 @@ def test_damaged_cache_is_rebuilt(tmp_path: Path, damage: Any, caplog: pytest.Lo
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.fingerprint]
 
 
-def test_killed_while_writing_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_while_writing_leaves_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(data, "_put_in_place", lambda work, folder: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, word_tokenizer(), GOOD)
-    assert list((tmp_path / "cache").iterdir()) == []
-    assert len(run(tmp_path, word_tokenizer(), GOOD)) == 1
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".work"], "shards stay, for the next call"
+    rows = run(tmp_path, word_tokenizer(), GOOD)
+    assert (len(rows), rows.build["shards_reused"]) == (1, 1)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [rows.fingerprint]
 
 
-def test_two_processes_finishing_together(tmp_path: Path) -> None:
-    first = run(tmp_path, word_tokenizer(), GOOD)
-    folder = tmp_path / "cache" / first.fingerprint
-    data._build([tmp_path / "rows.jsonl"], ChatEncoder(word_tokenizer(), CHATML), 64, folder)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.fingerprint]
-    assert TokenRows(folder).tokens.tolist() == first.tokens.tolist()
+def test_several_at_once_build_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "rows.jsonl", *[chat("a", "b c")] * 50)
+    built: list[int] = []
+    original = data._build_locked
+    monkeypatch.setattr(data, "_build_locked", lambda *args: (built.append(1), original(*args)))
+
+    def one(_: int) -> TokenRows:
+        return prepare([file], word_tokenizer(), max_length=64, cache_dir=tmp_path / "cache")
+
+    with ThreadPoolExecutor(4) as pool:
+        several = list(pool.map(one, range(4)))
+    assert {rows.fingerprint for rows in several} == {path.name for path in (tmp_path / "cache").iterdir()}
+    assert all(rows.tokens.tolist() == several[0].tokens.tolist() for rows in several)
+    assert built == [1]
 
 
 def test_batches_do_not_change_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [chat("a " * (i % 7 + 1), "b c " * (i % 5 + 1)) if i % 11 else {"messages": []} for i in range(300)]
     whole = run(tmp_path, word_tokenizer(), *lines)
     for name, value in (("_BATCH_ROWS", 7), ("_BATCH_BYTES", 100)):
-        monkeypatch.setattr(f"dflash_graph.data_writer.{name}", value)
+        monkeypatch.setattr(f"dflash_graph.shards.{name}", value)
         parts = prepare([tmp_path / "rows.jsonl"], word_tokenizer(), max_length=64, cache_dir=tmp_path / name)
         assert parts.report == whole.report
         assert np.array_equal(parts.tokens, whole.tokens)
