@@ -1,6 +1,7 @@
 """One rank of a run in which something goes wrong: `python -m tests.rank_program train ...` under FAULT_* variables.
 
-FAULT_RANK is the rank it happens in, FAULT_STAGE where, FAULT_KIND what. Called by `test_rank_faults.py`.
+FAULT_RANK is the rank it happens in, FAULT_STAGE where, FAULT_KIND what. KEEP_SUMS names a file for the first sum of
+gradients and weights over all ranks. Called by `test_rank_faults.py` and `test_ranks.py`.
 """
 
 import os
@@ -14,6 +15,7 @@ import torch
 from dflash_graph import training
 from dflash_graph.__main__ import _rank_main
 from dflash_graph.checkpoint import CheckpointWriter
+from dflash_graph.ranks import Processes, Ranks
 from dflash_graph.trainer import Trainer
 from dflash_graph.workers import TargetWorker
 
@@ -83,7 +85,21 @@ def plant(stage: str) -> None:
         raise AssertionError(stage)
 
 
+def keep_first_sum(owner: type[Ranks], path: str) -> None:
+    """Write what the first `all_reduce` of `owner` leaves in its tensor."""
+    original = owner.all_reduce
+
+    def all_reduce(self: Ranks, tensor: torch.Tensor) -> None:
+        original(self, tensor)
+        if not os.path.exists(path):
+            torch.save(tensor.clone(), path)
+
+    owner.all_reduce = all_reduce  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
-    if os.environ["FAULT_RANK"] == os.environ["RANK"]:
+    if os.environ.get("FAULT_RANK") == os.environ["RANK"]:
         plant(os.environ["FAULT_STAGE"])
+    if "KEEP_SUMS" in os.environ:
+        keep_first_sum(Processes, os.environ["KEEP_SUMS"] + os.environ["RANK"])
     _rank_main()

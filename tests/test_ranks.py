@@ -11,6 +11,7 @@ import torch
 
 from dflash_graph.checkpoint import find_latest, load_checkpoint
 from dflash_graph.metrics import read_records
+from dflash_graph.ranks import Ranks
 from dflash_graph.training import train
 from tests.rank_harness import RankProcesses, start_ranks
 from tests.tiny import tiny_config, tiny_settings
@@ -78,6 +79,25 @@ def test_ranks_train_what_one_rank_trains(
     for a, b in zip(of_kind(run, "validation"), of_kind(alone, "validation"), strict=True):
         assert a["rows_per_k"] == b["rows_per_k"]
         assert a["accept_length"] == pytest.approx(b["accept_length"], rel=1e-4)
+
+
+def test_summed_gradients_are_those_of_one_rank(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of a step's jobs and their weights: 2 + 1 + 2 jobs in three processes, and all 5 in one."""
+    settings = [*tiny_settings(tiny, tmp_path / "run"), "devices.ranks=3", *SETTINGS, "epochs=1"]
+    kept = str(tmp_path / "sums-")
+    command = ["-m", "tests.rank_program", "train", *settings, "devices.rank_jobs=[2,1,2]", "--dry-run"]
+    ranks = start_ranks(tmp_path / "launcher", 3, command, env={"KEEP_SUMS": kept})
+    assert ranks.wait() == [0, 0, 0], ranks.output(0)
+    theirs = [torch.load(f"{kept}{rank}") for rank in range(3)]
+    found: list[torch.Tensor] = []
+    monkeypatch.setattr(Ranks, "all_reduce", lambda self, tensor: found.append(tensor.clone()))
+    train(tiny_config(tiny, tmp_path / "alone", *SETTINGS, "epochs=1"), dry_run=True)
+    (ours,) = found
+    assert all(torch.equal(tensor, theirs[0]) for tensor in theirs)
+    gradient, weight = theirs[0][:-1].double() - ours[:-1].double(), float(theirs[0][-1] / ours[-1])
+    assert float(ours[:-1].norm()) > 0
+    assert float(gradient.norm() / ours[:-1].double().norm()) < 1e-6
+    assert weight == pytest.approx(1, rel=1e-6)
 
 
 @pytest.mark.parametrize("draw", ["ready", "round_robin"])
