@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dflash_graph.config import Config, load_config
+from dflash_graph.eval_command import add_eval_arguments, run_eval
 from dflash_graph.export_command import add_export_arguments, run_export
+from dflash_graph.prepare_command import add_prepare_arguments, run_prepare
 from dflash_graph.rank_watch import RANK_DIR
 from dflash_graph.translate import add_config_arguments, run_config
 
@@ -23,11 +25,12 @@ from dflash_graph.translate import add_config_arguments, run_config
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dflash-graph", description="Train DFlash drafters for speculative decoding.")
     commands = parser.add_subparsers(dest="command", required=True)
-    prepare = commands.add_parser("prepare", help="tokenise the data, check it, and print what a run would train on")
+    text = "tokenise the data, check it, and print what a run would train on"
+    add_prepare_arguments(commands.add_parser("prepare", help=text, description=text))
     train = commands.add_parser("train", help="train a drafter")
     text = "say, without a GPU, whether a run's steps can be CUDA graphs, or which lines stand in the way"
     debug = commands.add_parser("debug", help=text, description=text)
-    for command in (prepare, train, debug):
+    for command in (train, debug):
         command.add_argument("--config", type=Path, help="YAML file of settings")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as optim.lr=3e-4")
     train.add_argument(
@@ -44,13 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="validate, print the plan and its buffers, run one step")
     debug.add_argument("--dot", type=Path, help="on CUDA, an existing folder for a drawing of each graph")
     debug.add_argument("--json", type=Path, metavar="PATH|-", help="also write the report to this file; - is stdout")
-    evaluate = commands.add_parser("eval", help="measure accept_length by speculative decoding")
-    evaluate.add_argument("run", type=Path, help="run folder or checkpoint folder")
-    evaluate.add_argument("--prompts", type=Path, required=True, help="JSONL file of conversations")
-    evaluate.add_argument("--max-new-tokens", type=int, default=128)
-    evaluate.add_argument("--limit", type=int, help="use the first so many prompts")
-    evaluate.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    evaluate.add_argument("--json", type=Path, help="also write the report to this file")
+    text = "measure a drafter by speculative decoding, here or on a running server"
+    add_eval_arguments(commands.add_parser("eval", help=text, description=text))
     text = "write a drafter as a folder that servers load"
     add_export_arguments(commands.add_parser("export", help=text, description=text))
     text = "translate another trainer's configuration into one of ours"
@@ -60,16 +58,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _load(args: argparse.Namespace) -> Config:
     return load_config(args.config, args.overrides)
-
-
-def _prepare(args: argparse.Namespace) -> None:
-    from dflash_graph.plan import make_plan  # heavy imports only once the arguments are known to parse
-
-    plan = make_plan(_load(args))
-    print(plan.rows.report)
-    if plan.validation_rows is not None:
-        print(f"validation\n{plan.validation_rows.report}")
-    print(plan)
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -109,15 +97,6 @@ def _write_json(path: Path | None, values: dict[str, Any]) -> None:
         path.write_text(json.dumps(values, indent=1) + "\n")
 
 
-def _evaluate(args: argparse.Namespace) -> None:
-    _check_json(args.json)
-    from dflash_graph.evaluation import evaluate
-
-    report = evaluate(args.run, args.prompts, max_new_tokens=args.max_new_tokens, limit=args.limit, device=args.device)
-    print(report)
-    _write_json(args.json, report.to_dict())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code (0 done, 1 debug found something, 2 bad input, 130 interrupted)."""
     parser = _parser()
@@ -130,10 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.overrides = [*args.overrides, *rest]
     try:
         run = {
-            "prepare": _prepare,
+            "prepare": run_prepare,
             "train": _train,
             "debug": _debug,
-            "eval": _evaluate,
+            "eval": run_eval,
             "export": run_export,
             "config": run_config,
         }

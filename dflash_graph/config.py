@@ -21,6 +21,7 @@ from dflash_graph.config_groups import CheckpointConfig as CheckpointConfig
 from dflash_graph.config_groups import DataConfig as DataConfig
 from dflash_graph.config_groups import DeviceConfig as DeviceConfig
 from dflash_graph.config_groups import DrafterConfig as DrafterConfig
+from dflash_graph.config_groups import EvalConfig as EvalConfig
 from dflash_graph.config_groups import GraphConfig as GraphConfig
 from dflash_graph.config_groups import LogConfig as LogConfig
 from dflash_graph.config_groups import LossConfig as LossConfig
@@ -44,6 +45,7 @@ class Config:
     graphs: GraphConfig = field(default_factory=GraphConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     seed: int = 0
     epochs: int = 6
 

@@ -438,6 +438,34 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class EvalConfig:
+    """Speculative decoding of held-out prompts during training, with the drafter as it is (steps).
+
+    Attributes:
+        every: decode the prompts every so many steps and at the end; None never does.
+        prompts: sets of conversations, each "path" or "name=path"; () takes the held-out rows, each up to its last
+            answer.
+        num_prompts: prompts in all, the first of each set in equal shares.
+        max_new_tokens: of each answer.
+    """
+
+    every: int | None = None
+    prompts: tuple[str, ...] = ()
+    num_prompts: int = 32
+    max_new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("every", "num_prompts", "max_new_tokens"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"eval.{name} must be at least 1; found {value}")
+        require(
+            self.every is not None or (self.prompts, self.num_prompts, self.max_new_tokens) == ((), 32, 128),
+            "eval.prompts, eval.num_prompts and eval.max_new_tokens have no effect without eval.every; set it to a "
+            "number of steps or leave them out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LogConfig:
     """What is reported and how often (steps).
 

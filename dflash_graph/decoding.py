@@ -1,20 +1,20 @@
-"""Greedy speculative decoding with a key/value cache, one text at a time, and greedy decoding to hold it against.
+"""Speculative decoding with a key/value cache, one text at a time, and the target's own decoding to hold it against.
 
-The greedy output does not depend on the drafts: a drafter decides only how many target forwards it takes. That is why
-a decoded text can be replayed with another drafter without the target. Knows no drafter: anything with `propose` will
-do. Called by `evaluation.py`.
+What is decoded does not depend on the drafts: greedy text is the same, sampled text has the same distribution, and a
+drafter decides only how many target forwards it takes. That is why a decoded text can be replayed with another drafter
+without the target. Knows no drafter: anything with `propose` will do. Called by `evaluation.py` and `held_out.py`.
 """
 
-import inspect
-import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache
+from torch import Tensor
+
+from dflash_graph.cached_target import CachedTarget, DecodingTarget
+from dflash_graph.sampling import Sampler
 
 
 class Proposer(Protocol):
@@ -41,70 +41,17 @@ class Proposer(Protocol):
         """
 
 
-class CachedTarget:
-    """A full causal LM with a key/value cache and hooks on its taps; lm_head runs only where it is asked for.
+class SampledProposer(Proposer, Protocol):
+    """A drafter whose drafts can be drawn from its distribution.
 
-    Belongs to the thread that makes it; several threads may each have one over the same model.
-
-    Raises:
-        ValueError: the target has linear-attention layers, whose state cannot be rolled back.
+    Attributes:
+        draft_vocab_ids: (V,) full ids of a reduced head in head order, or None.
     """
 
-    def __init__(self, model: Any, target_layer_ids: Sequence[int]) -> None:
-        kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-        if "linear_attention" in kinds:
-            raise ValueError("speculative decoding cannot roll back linear-attention layers; this target has some")
-        self.model = model
-        self.device = model.get_input_embeddings().weight.device
-        named = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in named else "past_key_values"  # renamed in transformers 5.24
-        self._taps: dict[int, Tensor] = {}
-        layers = model.get_decoder().layers
-        self._handles = [layers[k].register_forward_hook(self._hook(k)) for k in target_layer_ids]
-        self._target_layer_ids = tuple(target_layer_ids)
-        self._cache: Any = None
+    draft_vocab_ids: Tensor | None
 
-    def _hook(self, k: int) -> Any:
-        owner = threading.get_ident()
-
-        def keep(module: nn.Module, args: Any, result: Any) -> None:
-            if threading.get_ident() == owner:  # another thread may decode another text with the same model
-                self._taps[k] = (result if isinstance(result, Tensor) else result[0])[0]  # (n, D)
-
-        return keep
-
-    def __enter__(self) -> "CachedTarget":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def prefill(self, tokens: Sequence[int]) -> tuple[int, Tensor]:
-        """Begin a text: its next token, and the (n, N*D) features of all its positions."""
-        # Without a config every layer of the cache grows, sliding ones too, so that any of them can be cropped.
-        self._cache = DynamicCache()
-        best, features = self._run(tokens, 0, 1)
-        return best[0], features
-
-    def extend(self, tokens: Sequence[int]) -> tuple[list[int], Tensor]:
-        """Append tokens: the most likely next token after each of them, and their (n, N*D) features."""
-        return self._run(tokens, int(self._cache.get_seq_length()), len(tokens))
-
-    def rollback(self, count: int) -> None:
-        """Remove the last `count` positions from the cache."""
-        if count:
-            self._cache.crop(-count)
-
-    @torch.no_grad()
-    def _run(self, tokens: Sequence[int], start: int, logits_to_keep: int) -> tuple[list[int], Tensor]:
-        ids = torch.tensor([list(tokens)], device=self.device)
-        positions = torch.arange(start, start + len(tokens), device=self.device)[None]
-        cache = {self._cache_name: self._cache}
-        out = self.model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=logits_to_keep, **cache)
-        taps = [self._taps[k] for k in self._target_layer_ids]
-        features = torch.cat(taps, dim=-1) if taps else torch.empty(len(tokens), 0, device=self.device)
-        return out.logits[0].argmax(dim=-1).tolist(), features
+    def logits(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        """(K-1, V); arguments as in `propose`, which it replaces for a round."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,33 +97,65 @@ def _until_end(tokens: Sequence[int], eos_ids: Collection[int]) -> list[int]:
 
 
 def speculative_decode(
-    model: Any, drafter: Proposer, prompt: Sequence[int], *, max_new_tokens: int, eos_ids: Collection[int]
+    model: Any,
+    drafter: Proposer,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos_ids: Collection[int],
+    sampler: Sampler | None = None,
+    tick: Callable[[], None] = lambda: None,
 ) -> DecodeResult:
-    """Greedy decoding: each round the drafter proposes K - 1 tokens and the target verifies the block of K at once.
+    """Decode one text: each round the drafter proposes K - 1 tokens and the target verifies the block of K at once.
 
     Args:
         model: full causal LM from `load_full_model`.
         prompt: at least one token.
+        sampler: draws the tokens; None is greedy decoding. Sampled drafts need a `SampledProposer`.
+        tick: called before each verification; what it raises ends the decoding.
     """
-    drafter.reset()
     with CachedTarget(model, drafter.target_layer_ids) as target:
-        first, features = target.prefill(prompt)
-        tokens, known, accepts, verifications = [*prompt, first], [features], [], 0
-        limit = len(prompt) + max_new_tokens
-        started = time.perf_counter()
-        while len(tokens) < limit and tokens[-1] not in eos_ids:
-            draft = drafter.propose(tokens, features)
-            truth, block = target.extend([tokens[-1], *draft])
-            accepted = leading_matches(draft, truth)
-            new = _until_end(truth[: accepted + 1], eos_ids)
-            target.rollback(len(draft) - accepted)
-            verifications += 1
-            if len(tokens) + drafter.block_size <= limit:
-                accepts.append(len(new) - 1)
-            features = block[: accepted + 1]
-            known.append(features)
-            tokens += new
-        seconds = time.perf_counter() - started
+        return speculate(
+            target,
+            drafter,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            eos_ids=eos_ids,
+            sampler=sampler,
+            tick=tick,
+        )
+
+
+def speculate(
+    target: DecodingTarget,
+    drafter: Proposer,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos_ids: Collection[int],
+    sampler: Sampler | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> DecodeResult:
+    """`speculative_decode` over any target."""
+    drafter.reset()
+    logits, features = target.prefill(prompt)
+    tokens, known, accepts, verifications = [*prompt, _next_token(logits, sampler)], [features], [], 0
+    limit = len(prompt) + max_new_tokens
+    started = time.perf_counter()
+    while len(tokens) < limit and tokens[-1] not in eos_ids:
+        tick()
+        draft, q = _draft(drafter, tokens, features, sampler, logits.shape[-1])
+        logits, block = target.extend([tokens[-1], *draft])
+        accepted, after = _verify(draft, q, logits, sampler)
+        new = _until_end([*draft[:accepted], after], eos_ids)
+        target.rollback(len(draft) - accepted)
+        verifications += 1
+        if len(tokens) + drafter.block_size <= limit:
+            accepts.append(len(new) - 1)
+        features = block[: accepted + 1]
+        known.append(features)
+        tokens += new
+    seconds = time.perf_counter() - started
     tokens = tokens[:limit]
     return DecodeResult(
         prompt=tuple(prompt),
@@ -189,11 +168,35 @@ def speculative_decode(
     )
 
 
+def _next_token(logits: Tensor, sampler: Sampler | None) -> int:  # (1, V)
+    return int(logits[0].argmax()) if sampler is None else sampler.next_token(logits)
+
+
+def _draft(
+    drafter: Proposer, tokens: Sequence[int], features: Tensor, sampler: Sampler | None, vocab_size: int
+) -> tuple[list[int], Tensor | None]:
+    """K - 1 drafts, and the distribution (K-1, vocab) that they were drawn from, None if they are certain."""
+    if sampler is None or sampler.sampling.draft == "greedy":
+        return drafter.propose(tokens, features), None
+    sampled = cast(SampledProposer, drafter)
+    return sampler.draft(sampled.logits(tokens, features), sampled.draft_vocab_ids, vocab_size)
+
+
+def _verify(draft: Sequence[int], q: Tensor | None, logits: Tensor, sampler: Sampler | None) -> tuple[int, int]:
+    """How many drafts are kept under the target's logits (K, V), and the token that follows them."""
+    if sampler is not None:
+        return sampler.verify(draft, q, logits)
+    truth = logits.argmax(dim=-1).tolist()
+    accepted = leading_matches(draft, truth)
+    return accepted, truth[accepted]
+
+
 def replay_accepts(drafter: Proposer, result: DecodeResult, features: Tensor | None = None) -> list[int]:
     """Accepted drafts that `drafter` would have had on an already decoded text, without running the target.
 
-    Equal to `speculative_decode(...).accepts`, because greedy output does not depend on the drafts (near-ties of the
-    target apart).
+    Equal to greedy `speculative_decode(...).accepts`, because the text does not depend on the drafts (near-ties of the
+    target apart). Of a sampled text, equal in distribution to what decoding with these drafts would accept: a certain
+    draft d is kept with probability p(d), which is how often the target itself draws d there.
 
     Args:
         features: used instead of the text's own features, (at least as many positions, N*D).
@@ -213,16 +216,28 @@ def replay_accepts(drafter: Proposer, result: DecodeResult, features: Tensor | N
     return accepts
 
 
-@torch.no_grad()
 def greedy_decode(model: Any, prompt: Sequence[int], *, max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
     """The target's own greedy decoding, one token per forward, with a key/value cache."""
+    return decode_alone(model, prompt, max_new_tokens=max_new_tokens, eos_ids=eos_ids)[0]
+
+
+def decode_alone(
+    model: Any,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos_ids: Collection[int],
+    sampler: Sampler | None = None,
+) -> tuple[list[int], float]:
+    """The target's own decoding, one token per forward: the tokens, and the seconds after the prefill."""
     with CachedTarget(model, ()) as target:
-        token, _ = target.prefill(prompt)
-        tokens = [token]
+        logits, _ = target.prefill(prompt)
+        tokens = [_next_token(logits, sampler)]
+        started = time.perf_counter()
         while len(tokens) < max_new_tokens and tokens[-1] not in eos_ids:
-            best, _ = target.extend([tokens[-1]])
-            tokens.append(best[0])
-    return tokens
+            logits, _ = target.extend([tokens[-1]])
+            tokens.append(_next_token(logits, sampler))
+        return tokens, time.perf_counter() - started
 
 
 @torch.no_grad()

@@ -307,6 +307,10 @@ class MetricsLogger:
         """Write the record of a teacher-forced validation pass."""
         return self._write({"kind": "validation", "step": step, **count_metrics(counts), **extra})
 
+    def log_eval(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the record of speculative decoding on held-out prompts."""
+        return self._write({"kind": "eval", "step": step, **values})
+
     def log_schedule(self, step: int, *, epoch: int, jobs_per_bucket: Sequence[int], padding_share: float) -> None:
         """Write what an epoch's schedule holds, once per epoch and run folder."""
         if epoch not in self._logged_schedules:

@@ -52,6 +52,12 @@ class PlainDrafter:
         other.reset()
         return other
 
+    def fork(self) -> "PlainDrafter":
+        """Another drafter with the same weights and the same context so far; neither sees what the other adds."""
+        other = copy.copy(self)
+        other._keys, other._values = list(self._keys), list(self._values)
+        return other
+
     def reset(self) -> None:
         empty = self.embed_weight.new_empty(self.spec.num_key_value_heads, 0, self.spec.head_dim)
         self._keys = [empty] * self.spec.num_hidden_layers  # per layer (H_kv, context, E)

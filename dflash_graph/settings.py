@@ -29,7 +29,7 @@ IDENTITY_KEYS = frozenset(
 # They decide how fast, where, for how long and how closely watched the run is.
 FREE_KEYS = frozenset(
     {
-        *("run_dir", "epochs", "optim", "log", "checkpoint", "devices", "graphs"),
+        *("run_dir", "epochs", "optim", "log", "eval", "checkpoint", "devices", "graphs"),
         *("data.cache_dir", "data.workers", "drafter.init", "drafter.num_micro_step_sizes"),
         *(f"schedule.{key}" for key in ("slots", "min_ready", "padding_workers", "reorder_window", "wait_timeout_s")),
     }
@@ -40,7 +40,7 @@ _NOTES = {
     "drafter.init": "no effect: the weights come from the checkpoint",
 }
 # Keys that the first checkpoints lack, and what those runs did.
-_ADDED = {
+_ADDED: dict[str, Any] = {
     "data.holdout": None,
     "data.deduplicate": "none",
     "data.overlong": "truncate",
@@ -61,6 +61,10 @@ _ADDED = {
     "graphs.debug_steps": 3,
     "graphs.debug_every": None,
     "graphs.strict": False,
+    "eval.every": None,
+    "eval.prompts": [],
+    "eval.num_prompts": 32,
+    "eval.max_new_tokens": 128,
 }
 _ABSENT = "(absent)"
 

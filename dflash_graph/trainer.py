@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_graph.balance import Balance
 from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, decode_mask, encode_mask
 from dflash_graph.control import RunControl
 from dflash_graph.counters import Counts
 from dflash_graph.counts import JobCounts, merge_counts, ratio
 from dflash_graph.drafter import FlatParameters
 from dflash_graph.graphs import CapturePhase, Observer, WorkerContext
+from dflash_graph.held_out import HeldOut
 from dflash_graph.initialise import initial_parameters
 from dflash_graph.memory import DeviceMemory, measure
 from dflash_graph.metrics import MetricsLogger, RankRecord, merge_records
@@ -112,6 +114,7 @@ class Trainer:
         share: RankShare,
         observer: Observer | None = None,
         dry_steps: int | None = None,
+        held_out: HeldOut | None = None,
     ) -> None:
         self.name = "drafter"
         self.plan, self.table, self.ring, self.schedules, self.targets = plan, table, ring, schedules, targets
@@ -127,9 +130,12 @@ class Trainer:
         self._logged_step = progress.step
         self._best = ranks.broadcast(0.0 if writer is None else writer.best_accept_length())
         self._ranks, self._share = ranks, share
+        self._held_out = held_out if dry_steps is None else None
         self._ending = False  # what all ranks agree on; `finish` is this one's wish
         self._tally = JobCounts(num_buckets=len(plan.buckets))
         self._own_waits: dict[tuple[str, str], float] = {}
+        self._own_jobs, self._advised = 0, False
+        self._first_seen: Balance | None = None
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -182,6 +188,8 @@ class Trainer:
         self._addresses = self.step.addresses()
         self.step.make_graphs(context, validation=plan.validation_rows is not None)
         context.prepare()
+        if self._held_out is not None:
+            self._held_out.load(target)
         if plan.device.type == "cuda":
             print("memory", *self.memory(), sep="\n", flush=True)
 
@@ -335,6 +343,8 @@ class Trainer:
             self._log()
         if (at_end if every is None else step % every == 0) or self.progress.epoch == config.epochs:
             self._validate()
+        if self._held_out is not None and (step % self._held_out.every == 0 or self.progress.epoch == config.epochs):
+            self._evaluate(self._held_out)
         if step % config.checkpoint.every == 0:
             self._save()
         if self.writer is not None:
@@ -414,9 +424,33 @@ class Trainer:
                 ready_by_bucket=merged.ready_by_bucket,
                 world=self._ranks.world,
             )
+        self._advise(own)
         self._tally = JobCounts(num_buckets=len(self.plan.buckets))
         self._logged_step = self.progress.step
         self._check_counts(own.counts)
+
+    def _advise(self, record: RankRecord) -> None:
+        """Say once that the ring is full or empty too long; what came before the first record does not count."""
+        self._own_jobs += record.jobs.jobs
+        waits: dict[str, float] = {}
+        for (_, cause), seconds in record.waits.items():
+            waits[cause] = waits.get(cause, 0.0) + seconds
+        seen = Balance(
+            seconds=time.monotonic(),
+            jobs=self._own_jobs,
+            num_targets=len(self.targets),
+            empty_s=waits.get("ready", 0.0),
+            full_s=waits.get("slot", 0.0) / len(self.targets),
+            target_busy_s=sum(target.busy_s for target in self.targets),
+            drafter_idle_s=sum(
+                waits.get(cause, 0.0) for cause in ("ready", "ranks", "validation", "evaluation", "checkpoint")
+            ),
+        )
+        if self._first_seen is None:
+            self._first_seen = seen
+        elif not self._advised and (advice := seen.since(self._first_seen).advice()):
+            self._advised = True
+            print(advice, flush=True)
 
     def _check_counts(self, counts: Counts) -> None:
         limit = self.plan.config.optim.max_skipped_steps
@@ -461,6 +495,18 @@ class Trainer:
         if counts.accept_length > self._best:
             self._best = counts.accept_length
             self._save()  # the best checkpoint is one that exists
+
+    def _evaluate(self, held_out: HeldOut) -> None:
+        """Speculative decoding of the held-out prompts with the drafter as it is."""
+        self._log()  # what follows is no time of training
+        self._ranks.at(f"step {self.progress.step}, evaluation")
+        result = held_out.evaluate(self.step.parameters, self._ranks, self.control, self._vote)
+        if result is None:  # half a pass says nothing; the run is asked to end
+            return
+        self._add_wait("evaluation", result.seconds)
+        if self.logger is not None:
+            self.logger.log_eval(self.progress.step, result.to_record())
+        self._say(f"evaluation at step {self.progress.step}: {result}")
 
     def _checkpoint_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         drafter, optimizer = self.step.state_tensors()

@@ -23,6 +23,7 @@ from dflash_graph.config import Config, save_config
 from dflash_graph.control import RunControl, WaitTimeoutError
 from dflash_graph.dispatch import Dispatcher
 from dflash_graph.graphs import CapturePhase, Observer
+from dflash_graph.held_out import HeldOut
 from dflash_graph.layout import Layout, resolve_layout
 from dflash_graph.metrics import MetricsLogger, truncate_to_step
 from dflash_graph.observer import TrainingObserver
@@ -207,6 +208,8 @@ class Run:
             plan, self.folder / "schedule" if leads and not dry_run else None, fresh=checkpoint is None, started=started
         )
         self.ring = Ring(self.control, plan.slots, device=plan.device)
+        if (held_out := HeldOut.of(plan)) is not None:
+            _say(self.ranks, str(held_out))
         writer, logger = None, None
         if leads and not dry_run:
             save_config(config, self.folder / "config.yaml")
@@ -260,6 +263,7 @@ class Run:
             share=share,
             observer=observer,
             dry_steps=dry_steps,
+            held_out=held_out,
         )
 
     def run(self, wrap: Callable[[Worker], Worker] = lambda worker: worker) -> TrainResult:

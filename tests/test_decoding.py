@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash_graph.cached_target import CachedTarget
 from dflash_graph.decoding import (
-    CachedTarget,
     full_forward_gaps,
     greedy_decode,
     leading_matches,

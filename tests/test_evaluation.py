@@ -13,9 +13,11 @@ from dflash_graph.checkpoint import CheckpointWriter, load_checkpoint
 from dflash_graph.config import TargetConfig, config_from_dict, load_config, save_config
 from dflash_graph.decoding import DecodeResult, full_forward_gaps, greedy_decode, replay_accepts, speculative_decode
 from dflash_graph.drafter import DrafterSpec
-from dflash_graph.evaluation import check_greedy, evaluate, load_prompts, other_features
+from dflash_graph.evaluation import evaluate, other_features
 from dflash_graph.initialise import random_parameters
+from dflash_graph.near_ties import check_greedy
 from dflash_graph.plain_drafter import PlainDrafter
+from dflash_graph.prompts import load_prompt_sets, load_prompts
 from dflash_graph.report import by_prompt_length, summarise, teacher_forced_accept_length
 
 TEMPLATE = (
@@ -135,8 +137,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_whole_evaluation(run: Path, prompts: Path) -> None:
-    report = evaluate(run, prompts, max_new_tokens=24, control_prompts=5, greedy_prompts=7, workers=2)
-    assert (report.num_prompts, report.num_skipped, report.greedy_prompts) == (7, 1, 7)
+    report = evaluate(run, prompts, max_new_tokens=24, control_prompts=5, alone_prompts=7, workers=2)
+    assert (report.num_prompts, report.num_skipped, report.alone_prompts) == (7, 1, 7)
     assert report.near_ties == ()
     assert report.checkpoint.endswith("step_00000005")
     assert 1.0 < report.drafter.accept_length < K
@@ -182,19 +184,19 @@ def test_checkpoint_alone_says_what_it_cannot_measure(run: Path, prompts: Path, 
     alone.parent.mkdir(parents=True)
     (run / "checkpoints" / "step_00000005").rename(alone)
     try:
-        report = evaluate(alone, prompts, max_new_tokens=12, limit=2, control_prompts=0, greedy_prompts=0)
+        report = evaluate(alone, prompts, max_new_tokens=12, limit=2, control_prompts=0, alone_prompts=0)
     finally:
         alone.rename(run / "checkpoints" / "step_00000005")
     assert report.baselines == {}
     assert report.other_features is None
-    assert report.greedy_tokens_per_s is None
+    assert report.alone_tokens_per_s is None
     assert "baselines not measured" in str(report)
 
 
 def test_unusable_input_is_refused(run: Path, prompts: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="run folder with a whole checkpoint"):
         evaluate(tmp_path, prompts)
-    with pytest.raises(ValueError, match="existing JSONL file"):
+    with pytest.raises(ValueError, match=r"prompts of set none cannot be used: .*missing"):
         evaluate(run, tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match="no prompt leaves room for 200 new tokens"):
         evaluate(run, prompts, max_new_tokens=200)
@@ -232,7 +234,7 @@ def test_bad_prompt_lines_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"p\.jsonl:3 is no conversation"):
         load_prompts(path, tokenizer)
     path.write_text("\n")
-    with pytest.raises(ValueError, match="at least one prompt"):
+    with pytest.raises(ValueError, match="must be at least one"):
         load_prompts(path, tokenizer)
 
 
@@ -342,5 +344,5 @@ def test_other_features_fit_any_length() -> None:
 
 
 def test_target_override_is_used(run: Path, prompts: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot load a tokenizer"):
+    with pytest.raises(ValueError, match="must be a readable model folder"):
         evaluate(run, prompts, target=TargetConfig(path=str(tmp_path / "nowhere")))

@@ -25,7 +25,10 @@ def shares(rank_jobs: tuple[int, ...]) -> list[RankShare]:
 
 @pytest.mark.parametrize(
     "total, weights, expected",
-    [(8, [2, 2, 1], (3, 3, 2)), (8, [1, 1, 1], (3, 3, 2)), (10, [2, 2, 1], (4, 4, 2)), (2, [1, 1, 1], (1, 1, 0)), (7, [1], (7,))],
+    [
+        (8, [2, 2, 1], (3, 3, 2)), (8, [1, 1, 1], (3, 3, 2)), (10, [2, 2, 1], (4, 4, 2)), (2, [1, 1, 1], (1, 1, 0)),
+        (7, [1], (7,)),
+    ],
 )  # fmt: skip
 def test_jobs_in_proportion_to_targets(total: int, weights: list[int], expected: tuple[int, ...]) -> None:
     assert proportional(total, weights) == expected
