@@ -46,6 +46,6 @@ class Balance:
         better = f"{ratio:.1f} targets per drafter" if ratio >= 1 else f"{1 / max(ratio, 1e-9):.1f} drafters per target"
         return (
             f"the ring was {state} for {max(empty, full):.0%} of the time: {waiting}. A job takes a target "
-            f"{target:.3g} s and the drafter {drafter:.3g} s, which {better} would balance (now {self.num_targets} to 1): see "
-            "devices.layout and devices.ranks; with the drafter on the same device, both slow each other"
+            f"{target:.3g} s and the drafter {drafter:.3g} s, which {better} would balance (now {self.num_targets} to "
+            "1): see devices.layout and devices.ranks; with the drafter on the same device, both slow each other"
         )

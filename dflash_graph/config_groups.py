@@ -358,7 +358,8 @@ class DeviceConfig:
         target_threads, drafter_threads: CPU threads of one target worker and of the drafter worker; None shares the
             machine's cores between them. Ignored by CUDA kernels.
         kernels: implementation of the package's own operators; "auto" is Triton on CUDA and plain torch on the CPU.
-        target_devices: a CUDA device for each target, such as ["cuda:1", "cuda:2"]; None puts all on the drafter's.
+        target_devices: a CUDA device for each target, such as ["cuda:1", "cuda:2"]; None puts all on the drafter's. A
+            target too large for one device names several: "cuda:1+cuda:2"; it then runs without a graph.
         anchor_groups: parts in which a micro-step runs a job's anchors, one after the other, so that activations of one
             part exist at a time; None is the fewest of 1, 2, 4, 8 that fit. Sums round differently for another number.
     """
@@ -382,7 +383,7 @@ class DeviceConfig:
         names = self.target_devices
         if names is not None:
             require(
-                self.device == "cuda" and all(re.fullmatch(r"cuda:\d+", name) for name in names),
+                self.device == "cuda" and all(re.fullmatch(r"cuda:\d+(\+cuda:\d+)*", name) for name in names),
                 "devices.target_devices must name CUDA devices, such as cuda:1, beside devices.device=cuda; found "
                 f"{list(names)} beside {self.device}",
             )

@@ -40,7 +40,7 @@ class Placement:
     """Where one rank's workers run, and with how many ranks it shares its machine."""
 
     drafter: torch.device
-    targets: tuple[torch.device, ...]
+    targets: tuple[tuple[torch.device, ...], ...]  # more than one where a target is spread over devices
     ranks_here: int = 1
 
 
@@ -48,9 +48,13 @@ def default_placement(config: Config) -> Placement:
     """A run of one process: the drafter on the CPU or the first GPU, targets where the settings say."""
     devices = config.devices
     drafter = torch.device("cuda:0" if devices.device == "cuda" else "cpu")
-    names = devices.target_devices
-    targets = [drafter] * devices.num_targets if names is None else [torch.device(name) for name in names]
-    return Placement(drafter=drafter, targets=tuple(targets))
+    names = devices.target_devices or (str(drafter),) * devices.num_targets
+    return Placement(drafter=drafter, targets=tuple(map(parse_devices, names)))
+
+
+def parse_devices(name: str) -> tuple[torch.device, ...]:
+    """The devices of one target: "cuda:1", or "cuda:1+cuda:2" for one that is spread over two."""
+    return tuple(torch.device(part) for part in name.split("+"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +89,8 @@ class RunPlan:
 
     @property
     def target_devices(self) -> tuple[torch.device, ...]:
-        """The device of each target."""
-        return self.placement.targets
+        """The device of each target, where its buffers lie; of one that is spread over several, the first."""
+        return tuple(devices[0] for devices in self.placement.targets)
 
     @property
     def num_targets(self) -> int:
@@ -257,7 +261,8 @@ def make_plan(config: Config, placement: Placement | None = None) -> RunPlan:
     if config.devices.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("devices.device is 'cuda', but torch finds no CUDA device; use devices.device=cpu")
     known = torch.cuda.device_count()
-    absent = [name for name in config.devices.target_devices or () if int(name.removeprefix("cuda:")) >= known]
+    names = [part for name in config.devices.target_devices or () for part in name.split("+")]
+    absent = [name for name in names if int(name.removeprefix("cuda:")) >= known]
     if absent:
         raise ValueError(
             f"devices.target_devices must exist; torch finds {known} CUDA devices, without {', '.join(absent)}"

@@ -201,9 +201,14 @@ def check_target_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ..
     return tuple(ids)
 
 
-def _load(config: TargetConfig, device: torch.device, dtype: torch.dtype, attention: str) -> Any:
+def _load(config: TargetConfig, devices: Sequence[torch.device], dtype: torch.dtype, attention: str) -> Any:
+    """The whole causal LM on one device, or placed over several by transformers."""
+    spread: dict[str, Any] = {}
+    if len(devices) > 1:
+        room = {device.index: torch.cuda.mem_get_info(device)[0] * 9 // 10 for device in devices}
+        spread = {"device_map": "auto", "max_memory": room}
     model, info = AutoModelForCausalLM.from_pretrained(
-        config.path, dtype=dtype, attn_implementation=attention, output_loading_info=True, **_source(config)
+        config.path, dtype=dtype, attn_implementation=attention, output_loading_info=True, **_source(config), **spread
     )
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
@@ -211,12 +216,20 @@ def _load(config: TargetConfig, device: torch.device, dtype: torch.dtype, attent
             "transformers fills with random numbers. Use the checkpoint of the whole causal LM: the drafter needs its "
             "lm_head whatever the loss is, loss.kl_weight and loss.labels=target its distribution, too"
         )
-    return model.to(device).eval().requires_grad_(False)
+    if len(devices) == 1:
+        return model.to(devices[0]).eval().requires_grad_(False)
+    elsewhere = sorted({str(place) for place in model.hf_device_map.values()} & {"cpu", "disk", "meta"})
+    if elsewhere:
+        raise ValueError(
+            f"target.path {config.path!r} must fit into {', '.join(map(str, devices))}; parts of it would lie on "
+            f"{', '.join(elsewhere)}. Name more devices in devices.target_devices, or lower target.dtype"
+        )
+    return model.eval().requires_grad_(False)
 
 
 def load_full_model(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> Any:
     """The whole causal LM, frozen, with transformers' own attention: for evaluation with a key/value cache."""
-    return _load(config, device, dtype, "sdpa")
+    return _load(config, (device,), dtype, "sdpa")
 
 
 class Target:
@@ -229,6 +242,7 @@ class Target:
         keep_layers: so many decoder layers' weights are kept on the CPU for the drafter's start.
         teacher_hidden: (U, D) static buffer on `device` of the target's dtype: if given, no layer is dropped, and
             `forward` fills it with what lm_head would read at the positions it is told.
+        spread: devices over which the layers are placed, `device` first; empty is `device` alone.
 
     Attributes:
         embed_weight, head_weight: (V, D) frozen; the same tensor when the target ties them.
@@ -251,6 +265,7 @@ class Target:
         dtype: torch.dtype,
         keep_layers: int = 0,
         teacher_hidden: Tensor | None = None,
+        spread: Sequence[torch.device] = (),
     ) -> None:
         self.facts = read_facts(config)
         self.target_layer_ids = check_target_layer_ids(target_layer_ids, self.facts.num_hidden_layers)
@@ -265,8 +280,8 @@ class Target:
             )
         self.output, self.teacher_hidden = output, teacher_hidden
         AttentionInterface.register(_ATTENTION, causal_attention)
-        model = _load(config, device, dtype, _ATTENTION)
-        self.embed_weight: Tensor = model.get_input_embeddings().weight.detach()
+        model = _load(config, spread or (device,), dtype, _ATTENTION)
+        self.embed_weight: Tensor = model.get_input_embeddings().weight.detach().to(device)
         self.head_weight: Tensor = self._head_weight(model)
         self.decoder: Any = model.get_decoder()
         self.kept_layers = self._keep(keep_layers)
@@ -290,7 +305,7 @@ class Target:
                 "lm_head must be a linear layer without bias of the embedding's shape "
                 f"{tuple(self.embed_weight.shape)}; found {head}. Choose another target"
             )
-        return head.weight.detach()
+        return head.weight.detach().to(self.embed_weight.device)
 
     def _keep(self, count: int) -> list[dict[str, Tensor]]:
         layers = self.decoder.layers
@@ -332,9 +347,10 @@ class Target:
     @torch.no_grad()
     def _check_head(self, ids: Tensor, logits: Tensor) -> None:
         """Compare the head on gathered rows, as the teacher runs it, with the causal LM's own logits."""
+        logits = logits.to(self.head_weight.device)
         found = torch.zeros_like(logits)
         if self.final_norm is not None:
-            found = F.linear(self.final_norm(self._run(ids)[0]), self.head_weight)
+            found = F.linear(self.final_norm(self._run(ids)[0]).to(logits.device), self.head_weight)
         error = float(((found.float() - logits.float()).norm(dim=-1) / logits.float().norm(dim=-1)).max())
         limit = 1e-4 if self.embed_weight.dtype == torch.float32 else 5e-2
         if not error <= limit:
@@ -385,7 +401,8 @@ class Target:
         if teacher_positions is not None:
             assert self.final_norm is not None
             assert self.teacher_hidden is not None
-            torch.index_select(hidden.reshape(-1, hidden.shape[-1]), 0, teacher_positions, out=self.teacher_hidden)
+            hidden = hidden.reshape(-1, hidden.shape[-1]).to(self.teacher_hidden.device)
+            torch.index_select(hidden, 0, teacher_positions, out=self.teacher_hidden)
             self.teacher_hidden.copy_(self.final_norm(self.teacher_hidden))
 
     def _run(self, token_ids: Tensor) -> Tensor:  # (rows, L) -> (rows, L, D)

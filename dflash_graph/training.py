@@ -28,7 +28,7 @@ from dflash_graph.layout import Layout, resolve_layout
 from dflash_graph.metrics import MetricsLogger, truncate_to_step
 from dflash_graph.observer import TrainingObserver
 from dflash_graph.padding import pad_job
-from dflash_graph.plan import Placement, RunPlan, make_plan
+from dflash_graph.plan import Placement, RunPlan, make_plan, parse_devices
 from dflash_graph.rank_share import RankShare, proportional
 from dflash_graph.ranks import Ranks, is_rank, join
 from dflash_graph.serving_layouts import ServedTarget, write_servable
@@ -122,7 +122,7 @@ def _make_plan(config: Config, layout: Layout, ranks: Ranks) -> RunPlan:
     here = layout.ranks[ranks.local_rank]
     placement = Placement(
         drafter=torch.device(here.drafter),
-        targets=tuple(torch.device(name) for name in here.targets),
+        targets=tuple(map(parse_devices, here.targets)),
         ranks_here=ranks.local_world,
     )
     plan = make_plan(config, placement) if ranks.local_rank == 0 else None

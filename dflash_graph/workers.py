@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dflash_graph.control import RunControl, Stopped
 from dflash_graph.dispatch import PaddedJob
-from dflash_graph.graphs import CapturePhase, Observer, StepGraph, WorkerContext
+from dflash_graph.graphs import CapturePhase, Mode, Observer, StepGraph, WorkerContext
 from dflash_graph.handoff import FeatureCopy, choose_route
 from dflash_graph.kernels import teacher_statistics as teacher_op
 from dflash_graph.plan import RunPlan
@@ -269,8 +269,15 @@ class TargetWorker:
         plan = self._plan
         set_cpu_threads(plan.config.devices.target_threads, plan.workers_here)
         device = plan.target_devices[self._index]
-        context = self.context = make_context(self.name, device, plan, self._phase, self._observer)
+        spread = plan.placement.targets[self._index]
+        context = self.context = make_context(
+            self.name, device, plan, self._phase, self._observer, mode="eager" if len(spread) > 1 else None
+        )
         context.__enter__()
+        if len(spread) > 1:
+            print(
+                f"{self.name} lies on {', '.join(map(str, spread))} and runs eagerly: its step is no graph", flush=True
+            )
         self._copy = FeatureCopy(
             device, plan.device, choose_route(device, plan.device, strict=plan.config.graphs.strict)
         )
@@ -282,6 +289,7 @@ class TargetWorker:
             dtype=plan.target_dtype,
             keep_layers=plan.spec.num_hidden_layers if plan.config.drafter.init == "target" else 0,
             teacher_hidden=None if plan.teacher is None else self._table[f"target.{self._index}.teacher_hidden"],
+            spread=spread,
         )
         target.check_attention()
         if plan.teacher is not None:
@@ -373,10 +381,16 @@ class TargetWorker:
 
 
 def make_context(
-    name: str, device: torch.device, plan: RunPlan, phase: CapturePhase, observer: Observer | None
+    name: str,
+    device: torch.device,
+    plan: RunPlan,
+    phase: CapturePhase,
+    observer: Observer | None,
+    *,
+    mode: Mode | None = None,
 ) -> WorkerContext:
-    """The context of one worker of a run; to be entered in its thread."""
+    """The context of one worker of a run; to be entered in its thread. A mode of None is the run's."""
     config = plan.config
     return WorkerContext(
-        name, device, mode=config.graph_mode, phase=phase, warmups=config.graphs.warmups, observer=observer
+        name, device, mode=mode or config.graph_mode, phase=phase, warmups=config.graphs.warmups, observer=observer
     )

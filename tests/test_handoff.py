@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash_graph import handoff
 from dflash_graph.config import DeviceConfig
 from dflash_graph.handoff import FeatureCopy, choose_route, find_copy_fault
+from dflash_graph.plan import parse_devices
 from dflash_graph.static_buffers import slot_specs
 
 CPU = torch.device("cpu")
@@ -181,3 +182,14 @@ def test_buffers_of_a_target_lie_on_its_device_and_slots_on_the_drafters() -> No
     homes = {spec.name: spec.device for spec in specs}
     assert homes["target.0.output"] == homes["slot.features"] == ONE
     assert homes["target.1.output"] == homes["target.1.token_ids"] == TWO
+
+
+def test_a_target_may_name_several_devices() -> None:
+    names = ("cuda:1+cuda:2", "cuda:3")
+    devices = DeviceConfig(device="cuda", num_targets=2, target_devices=names)
+    assert devices.target_devices == names
+    assert [parse_devices(name) for name in names] == [
+        (torch.device("cuda:1"), torch.device("cuda:2")), (torch.device("cuda:3"),),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="must name CUDA devices"):
+        DeviceConfig(device="cuda", target_devices=("cuda:1+cpu",))

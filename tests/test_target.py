@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dflash_graph import target as target_module
 from dflash_graph.attention import causal_attention
 from dflash_graph.config import TargetConfig
 from dflash_graph.target import (
@@ -464,3 +465,55 @@ def test_gguf_target() -> None:
     assert relative(target.output[:24], alone) <= 1e-5
     assert alone.isfinite().all()
     assert alone.std() > 0.01
+
+
+# ---- a target spread over devices -----------------------------------------------------------------------------------
+
+TWO = (torch.device("cuda:0"), torch.device("cuda:1"))
+
+
+def pretend_two(monkeypatch: pytest.MonkeyPatch, places: dict[str, Any]) -> list[dict[str, Any]]:
+    """Have transformers place on the CPU what it is asked to place on two GPUs, and note what it was asked."""
+    asked: list[dict[str, Any]] = []
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(path: str, **options: Any) -> Any:
+        asked.append({name: options.pop(name) for name in ("device_map", "max_memory")})
+        model, info = load(path, device_map={"": "cpu"}, **options)
+        model.hf_device_map = places
+        return model, info
+
+    monkeypatch.setattr(target_module.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 * (device.index + 1), 9000))
+    return asked
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_a_spread_target_is_placed_by_transformers_and_writes_the_same_taps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, teacher: bool
+) -> None:
+    config = save(qwen3(), tmp_path)
+    options: dict[str, Any] = {"target_layer_ids": (1, 3), "device": CPU, "dtype": torch.float32}
+    ids, positions = torch.arange(1, 33), torch.tensor([3, 17, 4])
+    results = []
+    asked = pretend_two(monkeypatch, {"model.embed_tokens": 0, "lm_head": 1})
+    for spread in (TWO, ()):
+        if not spread:
+            monkeypatch.undo()
+        hidden = torch.zeros(3, 48) if teacher else None
+        target = Target(config, output=torch.zeros(32, 96), teacher_hidden=hidden, spread=spread, **options)
+        target.forward(ids, 2, 16, positions if teacher else None)
+        results.append((target.output, target.head_weight, hidden))
+    assert asked == [{"device_map": "auto", "max_memory": {0: 900, 1: 1800}}]
+    for a, b in zip(*results, strict=True):
+        assert a is b is None or torch.equal(a, b)
+    assert float(results[0][0].abs().sum()) > 0
+
+
+def test_a_spread_target_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_two(monkeypatch, {"model.embed_tokens": 0, "model.layers.4": "cpu", "lm_head": "disk"})
+    with pytest.raises(ValueError, match="must fit into cuda:0, cuda:1; parts of it would lie on cpu, disk"):
+        Target(
+            save(qwen3(), tmp_path), target_layer_ids=(1,), output=torch.zeros(8, 48), device=CPU, dtype=torch.float32,
+            spread=TWO,
+        )  # fmt: skip
