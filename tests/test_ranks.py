@@ -126,6 +126,23 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tiny: Path, tmp_path: Path, a
     assert distance(tensors(alone), tensors(run)) < 1e-5
 
 
+def test_evaluation_during_training_is_shared_out(tiny: Path, tmp_path: Path) -> None:
+    """Five prompts over two ranks: the same result as one rank's, and no effect on the weights."""
+    evaluation = (
+        "eval.every=6", f"eval.prompts=[{tiny / 'heldout.jsonl'}]", "eval.num_prompts=5", "eval.max_new_tokens=12",
+    )  # fmt: skip
+    finished(tiny, tmp_path, "with", 2, "epochs=1", *evaluation)
+    finished(tiny, tmp_path, "without", 2, "epochs=1")
+    train(tiny_config(tiny, tmp_path / "alone", "epochs=1", *evaluation))
+    a, b = tensors(tmp_path / "with"), tensors(tmp_path / "without")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    ours, theirs = of_kind(tmp_path / "with", "eval"), of_kind(tmp_path / "alone", "eval")
+    assert [record["step"] for record in ours] == [record["step"] for record in theirs] == [6, 11]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["accept_length"] == pytest.approx(other["accept_length"], abs=0.1)
+        assert one["accept_length"] >= 1
+
+
 def test_a_dry_run_keeps_nothing(tiny: Path, tmp_path: Path) -> None:
     settings = [*tiny_settings(tiny, tmp_path / "run"), "devices.ranks=2"]
     ranks = start_ranks(tmp_path / "launcher", 2, ["-m", "dflash_graph", "train", *settings, "--dry-run"])
