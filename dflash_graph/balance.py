@@ -3,7 +3,11 @@
 Pure arithmetic over waits and busy seconds. Called by the trainer at log intervals.
 """
 
+import time
+from collections import defaultdict
 from dataclasses import dataclass, replace
+
+from dflash_graph.metrics import RankRecord
 
 SHARE = 0.2  # of the wall-clock, above which a full or empty ring is worth a word
 AFTER_S = 30.0  # of training, so that start-up does not count
@@ -49,3 +53,32 @@ class Balance:
             f"{target:.3g} s and the drafter {drafter:.3g} s, which {better} would balance (now {self.num_targets} to "
             "1): see devices.layout and devices.ranks; with the drafter on the same device, both slow each other"
         )
+
+
+class Adviser:
+    """Watches one rank's records and speaks up once. What came before the first record does not count."""
+
+    def __init__(self) -> None:
+        self._jobs, self._done = 0, False
+        self._first: Balance | None = None
+
+    def advice(self, record: RankRecord, *, num_targets: int, target_busy_s: float) -> str | None:
+        """What to say after this record; None almost always."""
+        self._jobs += record.jobs.jobs
+        waits: defaultdict[str, float] = defaultdict(float)
+        for (_, cause), seconds in record.waits.items():
+            waits[cause] += seconds
+        seen = Balance(
+            seconds=time.monotonic(),
+            jobs=self._jobs,
+            num_targets=num_targets,
+            empty_s=waits["ready"],
+            full_s=waits["slot"] / num_targets,
+            target_busy_s=target_busy_s,
+            drafter_idle_s=sum(waits[cause] for cause in ("ready", "ranks", "validation", "evaluation", "checkpoint")),
+        )
+        if self._first is None:
+            self._first = seen
+        found = None if self._done else seen.since(self._first).advice()
+        self._done |= found is not None
+        return found

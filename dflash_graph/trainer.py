@@ -8,16 +8,15 @@ trained when its step is done. All ranks make the same exchanges in the same ord
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_graph.balance import Balance
-from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, decode_mask, encode_mask
+from dflash_graph.balance import Adviser
+from dflash_graph.checkpoint import Checkpoint, CheckpointWriter
 from dflash_graph.control import RunControl
 from dflash_graph.counters import Counts
 from dflash_graph.counts import JobCounts, merge_counts, ratio
@@ -29,54 +28,14 @@ from dflash_graph.memory import DeviceMemory, measure
 from dflash_graph.metrics import MetricsLogger, RankRecord, merge_records
 from dflash_graph.padding import PaddedJob, pad_job
 from dflash_graph.plan import RunPlan
+from dflash_graph.progress import Progress
+from dflash_graph.rank_checks import check_same_parameters, check_same_schedule
 from dflash_graph.rank_share import RankShare
 from dflash_graph.ranks import Ranks
 from dflash_graph.schedule import EpochSchedule
 from dflash_graph.static_buffers import BufferTable, Pool, Ring
 from dflash_graph.step import DrafterStep, learning_rate
 from dflash_graph.workers import Schedules, TargetWorker, make_context, set_cpu_threads
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """Where a run stands, at a step boundary.
-
-    Attributes:
-        epoch: the epoch to train next; equal to `epochs` when the run is complete.
-        trained: what `Pool.start_epoch` takes: jobs trained in that epoch ("seeded"), or their (J,) bool mask.
-        jobs: jobs trained in all epochs.
-        schedule: fingerprint and min_ready of that epoch's schedule once a part of it is trained, else None.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    trained: int | np.ndarray = 0
-    jobs: int = 0
-    schedule: tuple[str, int] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        trained = encode_mask(self.trained) if isinstance(self.trained, np.ndarray) else self.trained
-        return vars(self) | {"trained": trained}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
-        trained, schedule = values["trained"], values["schedule"]
-        return cls(
-            **{
-                **values,
-                "trained": trained if isinstance(trained, int) else decode_mask(trained),
-                "schedule": None if schedule is None else (schedule[0], schedule[1]),
-            }
-        )
-
-    def mask(self, schedules: Schedules, jobs_per_epoch: int) -> np.ndarray:
-        """(J,) bool, the jobs of `epoch` that are trained."""
-        if isinstance(self.trained, np.ndarray):
-            return self.trained
-        mask = np.zeros(jobs_per_epoch, dtype=bool)
-        if self.trained:
-            mask[schedules[self.epoch].draw_order[: self.trained]] = True
-        return mask
 
 
 class Trainer:
@@ -134,8 +93,7 @@ class Trainer:
         self._ending = False  # what all ranks agree on; `finish` is this one's wish
         self._tally = JobCounts(num_buckets=len(plan.buckets))
         self._own_waits: dict[tuple[str, str], float] = {}
-        self._own_jobs, self._advised = 0, False
-        self._first_seen: Balance | None = None
+        self._adviser = Adviser()
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -283,7 +241,7 @@ class Trainer:
 
     def _run_epoch(self, schedule: EpochSchedule) -> None:
         plan, progress = self.plan, self.progress
-        self._agree_on(schedule)
+        check_same_schedule(self._ranks, schedule)
         trained = progress.mask(self.schedules, schedule.num_jobs)
         self.pool.start_epoch(schedule, progress.trained, self._share.jobs(schedule, trained))
         if self.logger is not None:
@@ -307,32 +265,9 @@ class Trainer:
             progress.schedule = (schedule.fingerprint, schedule.min_ready) if left else None
             self._after_step(at_end=not left)
 
-    def _agree_on(self, schedule: EpochSchedule) -> None:
-        """Every rank builds the schedule of an epoch itself; it must be the first rank's."""
-        found = self._ranks.all_gather(schedule.fingerprint)
-        other = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
-        if other:
-            raise RuntimeError(
-                f"all ranks must have the schedule of rank 0 for epoch {schedule.epoch}; ranks {other} have another: "
-                "their data, packages or settings differ"
-            )
-
     def _check_ranks(self) -> None:
-        """Masters and moments must be equal, bit for bit, on all ranks: all took the same updates."""
-        if self._ranks.world == 1:
-            return
         drafter, optimizer = self.step.state_tensors()
-        named = drafter | optimizer
-        sums = [tensor.view(torch.int32).sum(dtype=torch.int64) for tensor in named.values()]
-        found = self._ranks.all_gather(torch.stack(sums).tolist())  # sync: once in devices.check_every steps
-        for rank, theirs in enumerate(found):
-            names = [name for name, ours, first in zip(named, theirs, found[0], strict=True) if ours != first]
-            if names:
-                raise RuntimeError(
-                    f"rank {rank} and rank 0 must hold the same parameters at step {self.progress.step}; the first "
-                    f"that differs is {names[0]} ({len(names)} of {len(named)} do). A device that computes wrongly, or "
-                    "unequal packages on the machines, do this"
-                )
+        check_same_parameters(self._ranks, drafter | optimizer, step=self.progress.step)
 
     def _after_step(self, at_end: bool) -> None:
         step, config = self.progress.step, self.plan.config
@@ -424,33 +359,12 @@ class Trainer:
                 ready_by_bucket=merged.ready_by_bucket,
                 world=self._ranks.world,
             )
-        self._advise(own)
+        busy_s = sum(target.busy_s for target in self.targets)
+        if advice := self._adviser.advice(own, num_targets=len(self.targets), target_busy_s=busy_s):
+            print(advice, flush=True)
         self._tally = JobCounts(num_buckets=len(self.plan.buckets))
         self._logged_step = self.progress.step
         self._check_counts(own.counts)
-
-    def _advise(self, record: RankRecord) -> None:
-        """Say once that the ring is full or empty too long; what came before the first record does not count."""
-        self._own_jobs += record.jobs.jobs
-        waits: dict[str, float] = {}
-        for (_, cause), seconds in record.waits.items():
-            waits[cause] = waits.get(cause, 0.0) + seconds
-        seen = Balance(
-            seconds=time.monotonic(),
-            jobs=self._own_jobs,
-            num_targets=len(self.targets),
-            empty_s=waits.get("ready", 0.0),
-            full_s=waits.get("slot", 0.0) / len(self.targets),
-            target_busy_s=sum(target.busy_s for target in self.targets),
-            drafter_idle_s=sum(
-                waits.get(cause, 0.0) for cause in ("ready", "ranks", "validation", "evaluation", "checkpoint")
-            ),
-        )
-        if self._first_seen is None:
-            self._first_seen = seen
-        elif not self._advised and (advice := seen.since(self._first_seen).advice()):
-            self._advised = True
-            print(advice, flush=True)
 
     def _check_counts(self, counts: Counts) -> None:
         limit = self.plan.config.optim.max_skipped_steps

@@ -29,11 +29,12 @@ from dflash_graph.metrics import MetricsLogger, truncate_to_step
 from dflash_graph.observer import TrainingObserver
 from dflash_graph.padding import pad_job
 from dflash_graph.plan import Placement, RunPlan, make_plan, parse_devices
+from dflash_graph.progress import Progress
 from dflash_graph.rank_share import RankShare, proportional
 from dflash_graph.ranks import Ranks, is_rank, join
 from dflash_graph.serving_layouts import ServedTarget, write_servable
 from dflash_graph.static_buffers import BufferTable, Ring
-from dflash_graph.trainer import Progress, Trainer
+from dflash_graph.trainer import Trainer
 from dflash_graph.workers import Schedules, StartUp, TargetWorker, Worker, start_thread
 
 _GRACE_S = 4.0  # after an error, a worker inside a long operator is not waited for any longer

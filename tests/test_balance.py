@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_graph.balance import Balance
+from dflash_graph import balance
+from dflash_graph.balance import Adviser, Balance
+from dflash_graph.counts import JobCounts
+from dflash_graph.metrics import RankRecord
 
 STEADY = Balance(
     seconds=100.0, jobs=200, num_targets=1, empty_s=5.0, full_s=5.0, target_busy_s=80.0, drafter_idle_s=10.0
@@ -36,3 +39,24 @@ def test_only_what_came_later_counts() -> None:
     later = replace(start, empty_s=401.0, seconds=1100.0, jobs=205, target_busy_s=170.0)
     assert later.since(start).advice() is None
     assert later.since(start).empty_s == pytest.approx(1.0)
+
+
+def record(jobs: int, **waits: float) -> RankRecord:
+    return RankRecord(
+        jobs=JobCounts(num_buckets=1, jobs=jobs), counts=None, depths={}, ready_by_bucket={},  # type: ignore[arg-type]
+        waits={("drafter", cause): seconds for cause, seconds in waits.items()},
+    )  # fmt: skip
+
+
+def test_an_adviser_speaks_once_and_of_what_came_after_the_first_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(balance.time, "monotonic", lambda: now[0])
+    adviser = Adviser()
+    assert adviser.advice(record(100, ready=500.0), num_targets=1, target_busy_s=0.0) is None
+    now[0] += 100
+    text = adviser.advice(record(100, ready=560.0, validation=10.0), num_targets=1, target_busy_s=90.0)
+    assert text is not None
+    assert "empty for 60% of the time" in text
+    assert "a target 0.9 s and the drafter 0.3 s" in text
+    now[0] += 100
+    assert adviser.advice(record(100, ready=660.0), num_targets=1, target_busy_s=180.0) is None
