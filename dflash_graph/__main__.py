@@ -19,6 +19,8 @@ from dflash_graph.eval_command import add_eval_arguments, run_eval
 from dflash_graph.export_command import add_export_arguments, run_export
 from dflash_graph.prepare_command import add_prepare_arguments, run_prepare
 from dflash_graph.rank_watch import RANK_DIR
+from dflash_graph.store_command import add_store_arguments, run_store
+from dflash_graph.train_command import add_train_arguments, run_train
 from dflash_graph.translate import add_config_arguments, run_config
 
 
@@ -33,24 +35,15 @@ def _parser() -> argparse.ArgumentParser:
     for command in (train, debug):
         command.add_argument("--config", type=Path, help="YAML file of settings")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as optim.lr=3e-4")
-    train.add_argument(
-        "--resume",
-        default="never",
-        metavar="auto|PATH",
-        help="'auto' continues from the run folder's newest whole checkpoint or starts fresh; PATH names a checkpoint",
-    )
-    train.add_argument(
-        "--graphs",
-        choices=("auto", "cuda_graph", "eager", "recorded", "debug"),
-        help="how steps run, short for graphs.mode; debug checks the first steps and names what a graph cannot hold",
-    )
-    train.add_argument("--dry-run", action="store_true", help="validate, print the plan and its buffers, run one step")
+    add_train_arguments(train)
     debug.add_argument("--dot", type=Path, help="on CUDA, an existing folder for a drawing of each graph")
     debug.add_argument("--json", type=Path, metavar="PATH|-", help="also write the report to this file; - is stdout")
     text = "measure a drafter by speculative decoding, here or on a running server"
     add_eval_arguments(commands.add_parser("eval", help=text, description=text))
     text = "write a drafter as a folder that servers load"
     add_export_arguments(commands.add_parser("export", help=text, description=text))
+    text = "write, check and fill a store of the target's hidden states"
+    add_store_arguments(commands.add_parser("store", help=text, description=text))
     text = "translate another trainer's configuration into one of ours"
     add_config_arguments(commands.add_parser("config", help=text, description=text))
     return parser
@@ -58,15 +51,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _load(args: argparse.Namespace) -> Config:
     return load_config(args.config, args.overrides)
-
-
-def _train(args: argparse.Namespace) -> None:
-    if args.graphs is not None:
-        args.overrides = [*args.overrides, f"graphs.mode={args.graphs}"]
-    config = _load(args)
-    from dflash_graph.training import train
-
-    train(config, resume=args.resume, dry_run=args.dry_run)
 
 
 def _debug(args: argparse.Namespace) -> int:
@@ -101,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code (0 done, 1 debug found something, 2 bad input, 130 interrupted)."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)  # several ranks run the same command
     # argparse gives up on positional arguments that follow an option; settings may stand anywhere.
     wrong = [item for item in rest if item.startswith("-") or "=" not in item or not hasattr(args, "overrides")]
     if wrong:
@@ -110,11 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = {
             "prepare": run_prepare,
-            "train": _train,
+            "train": run_train,
             "debug": _debug,
             "eval": run_eval,
             "export": run_export,
             "config": run_config,
+            "store": run_store,
         }
         code = run[args.command](args)
     except ValueError as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 RANK_DIR = "DFLASH_RANK_DIR"  # set by our launcher: this process is one of several ranks
+RESTARTS = "DFLASH_RESTARTS"  # set by our launcher: how often it has started all ranks again
 PERIOD_S = 0.5
 _SILENT_S = 4 * PERIOD_S  # from here on a rank that is silent is worth naming
 _GRACE_S = 15.0  # for the main thread to end in good order; then the process ends itself
@@ -111,13 +112,18 @@ class Watch:
             time=time.time(),
         )
         if self._folder is not None:
-            values = asdict(record) | {"caused_by": None if own else getattr(error, "rank", None), "own": own}
+            values = asdict(record) | {
+                "own": own,
+                "caused_by": None if own else getattr(error, "rank", None),
+                "bad_input": isinstance(error, ValueError),
+            }
             (self._folder / f"error-{self.rank}.json").write_text(json.dumps(values), encoding="utf-8")
         if own and not self._stop.is_set():
             # In a thread: the store may be out of reach, and this rank must end all the same.
             thread = threading.Thread(target=self._publish, args=(record,), daemon=True)
             thread.start()
-            thread.join(PERIOD_S * 4)
+            thread.join(4 * PERIOD_S)
+            time.sleep(2 * PERIOD_S)  # the store may end with this rank: everyone shall have read it
 
     def _publish(self, record: RankError) -> None:
         try:

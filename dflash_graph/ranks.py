@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from dflash_graph.control import RunControl
-from dflash_graph.rank_watch import RANK_DIR, PeerFailed, Watch
+from dflash_graph.rank_watch import RANK_DIR, RESTARTS, PeerFailed, Watch
 
 _T = TypeVar("_T")
 
@@ -106,7 +106,7 @@ class Processes(Ranks):
         env = os.environ
         self.rank, self.world = int(env["RANK"]), int(env["WORLD_SIZE"])
         self.local_rank, self.local_world = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
-        self.restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+        self.restarts = int(env.get(RESTARTS, 0))
         folder = Path(env[RANK_DIR])
         (folder / f"rank-{self.rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
         timeout = timedelta(seconds=wait_timeout_s)

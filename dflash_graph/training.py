@@ -34,8 +34,9 @@ from dflash_graph.rank_share import RankShare, proportional
 from dflash_graph.ranks import Ranks, is_rank, join
 from dflash_graph.serving_layouts import ServedTarget, write_servable
 from dflash_graph.static_buffers import BufferTable, Ring
+from dflash_graph.store_worker import make_feature_workers
 from dflash_graph.trainer import Trainer
-from dflash_graph.workers import Schedules, StartUp, TargetWorker, Worker, start_thread
+from dflash_graph.workers import Schedules, StartUp, Worker, start_thread
 
 _GRACE_S = 4.0  # after an error, a worker inside a long operator is not waited for any longer
 
@@ -132,7 +133,10 @@ def _make_plan(config: Config, layout: Layout, ranks: Ranks) -> RunPlan:
 
 
 def _check_equal(ranks: Ranks, settings: dict[str, Any]) -> None:
-    """All ranks must train the same thing."""
+    """All ranks must train the same thing, and meet at the same steps; machines may differ in devices and folders."""
+    data = {key: value for key, value in settings["data"].items() if key not in ("cache_dir", "workers")}
+    devices = {"check_every": settings["devices"]["check_every"]}
+    settings = settings | {"run_dir": "", "data": data, "devices": devices}
     for rank, theirs in enumerate(ranks.all_gather(settings)):
         if theirs != settings and rank == 0:
             lines = "; ".join(compare_settings(theirs, settings)) or "in their data or packages"
@@ -239,12 +243,9 @@ class Run:
         self.phase = CapturePhase()
         if config.graph_mode == "debug" and observer is None:
             observer = TrainingObserver(steps=config.graphs.debug_steps, every=config.graphs.debug_every)
-        self.targets = [
-            TargetWorker(
-                i, plan, self.table, self.ring, self.dispatcher, self.control, phase=self.phase, observer=observer
-            )
-            for i in range(plan.num_targets)
-        ]
+        self.targets = make_feature_workers(
+            plan, self.table, self.ring, self.dispatcher, self.control, phase=self.phase, observer=observer
+        )
         self.trainer = Trainer(
             plan,
             self.table,

@@ -1,6 +1,7 @@
 """One rank of a run in which something goes wrong: `python -m tests.rank_program train ...` under FAULT_* variables.
 
-FAULT_RANK is the rank it happens in, FAULT_STAGE where, FAULT_KIND what. KEEP_SUMS names a file for the first sum of
+FAULT_RANK is the rank it happens in, FAULT_STAGE where, FAULT_KIND what, FAULT_ONCE a file that is made when it
+happens, so that it does not happen again. KEEP_SUMS names a file for the first sum of
 gradients and weights over all ranks. Called by `test_rank_faults.py` and `test_ranks.py`.
 """
 
@@ -27,6 +28,10 @@ class Planted(RuntimeError):
 def fault(trainer: Trainer | None = None) -> None:
     """Do what FAULT_KIND says, here and now."""
     kind = os.environ["FAULT_KIND"]
+    if (once := os.environ.get("FAULT_ONCE")) is not None:
+        if os.path.exists(once):
+            return
+        open(once, "w").close()
     if kind == "raise":
         raise Planted("the planted error")
     if kind == "bad input":

@@ -15,14 +15,16 @@ ORDER = [
     "control", "findings", "op_rules", "traces", "frozen_world", "interception", "tracing", "graph_backends",
     "graphs", "observer", "config_groups", "config", "chat", "row_adapter", "row_keys", "json_documents",
     "source_files", "spill", "sources", "shards", "shard_worker", "shard_runner", "work_folder", "tokenizer",
-    "data_report", "selection",
-    "data_writer", "token_rows", "mask_token", "data", "held_out_rows", "inspection", "schedule", "padding",
-    "dispatch", "ring", "pool", "static_buffers", "memory", "attention", "target", "kernels", "counters", "drafter",
-    "step", "counts", "metrics", "settings", "serving_layouts", "released", "checkpoint_files", "checkpoint",
-    "initialise", "plain_drafter", "sampling", "cached_target", "decoding", "step_times", "near_ties",
+    "data_report", "selection", "data_writer", "token_rows", "mask_token", "data", "held_out_rows", "inspection",
+    "schedule", "padding", "dispatch", "ring", "pool", "static_buffers", "memory", "attention", "target",
+    "store_codec", "store_identity", "store_shard", "store", "store_target", "store_plan", "kernels", "counters",
+    "drafter", "step", "counts", "metrics", "settings", "serving_layouts", "released", "checkpoint_files",
+    "checkpoint", "initialise", "plain_drafter", "sampling", "cached_target", "decoding", "step_times", "near_ties",
     "drafter_folder", "prompts", "baselines", "report", "evaluation", "eval_plot", "eval_command", "plot", "balance",
     "plan", "layout", "rank_share", "rank_watch", "ranks", "export", "export_command", "prepare_command", "translate",
-    "handoff", "workers", "held_out", "progress", "rank_checks", "trainer", "training", "debug_checks", "debugging", "__init__", "__main__",
+    "handoff", "workers", "store_worker", "store_build", "store_formats", "store_import", "store_compare",
+    "store_verify", "store_command", "held_out", "progress", "rank_checks", "trainer", "training", "launch",
+    "train_command", "debug_checks", "debugging", "__init__", "__main__",
 ]  # fmt: skip
 
 
