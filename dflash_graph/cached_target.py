@@ -10,7 +10,28 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
+
+from dflash_graph.config import TargetConfig
+
+
+def target_settings(target: TargetConfig) -> Any:
+    """transformers' configuration of a target."""
+    options: dict[str, Any] = {} if target.gguf_file is None else {"gguf_file": target.gguf_file}
+    return AutoConfig.from_pretrained(
+        target.path, revision=target.revision, trust_remote_code=target.trust_remote_code, **options
+    )
+
+
+def check_rollback(config: Any) -> None:
+    """Refuse a model, by its transformers configuration, whose memory of a text cannot be shortened.
+
+    Raises:
+        ValueError: it has linear-attention layers, which keep a state instead of keys and values.
+    """
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    if "linear_attention" in kinds:
+        raise ValueError("speculative decoding cannot roll back linear-attention layers; this target has some")
 
 
 class DecodingTarget(Protocol):
@@ -33,9 +54,7 @@ class CachedTarget:
     """
 
     def __init__(self, model: Any, target_layer_ids: Sequence[int]) -> None:
-        kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-        if "linear_attention" in kinds:
-            raise ValueError("speculative decoding cannot roll back linear-attention layers; this target has some")
+        check_rollback(model.config)
         self.model = model
         self.device = model.get_input_embeddings().weight.device
         named = inspect.signature(model.forward).parameters

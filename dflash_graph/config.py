@@ -22,6 +22,7 @@ from dflash_graph.config_groups import DataConfig as DataConfig
 from dflash_graph.config_groups import DeviceConfig as DeviceConfig
 from dflash_graph.config_groups import DrafterConfig as DrafterConfig
 from dflash_graph.config_groups import EvalConfig as EvalConfig
+from dflash_graph.config_groups import FeaturesConfig as FeaturesConfig
 from dflash_graph.config_groups import GraphConfig as GraphConfig
 from dflash_graph.config_groups import LogConfig as LogConfig
 from dflash_graph.config_groups import LossConfig as LossConfig
@@ -46,6 +47,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
     seed: int = 0
     epochs: int = 6
 
@@ -62,6 +64,12 @@ class Config:
             (mode, device) not in (("cuda_graph", "cpu"), ("recorded", "cuda")),
             f"graphs.mode={mode} needs the other kind of device; found devices.device={device}. On a CPU use recorded, "
             "on CUDA use cuda_graph",
+        )
+        require(
+            self.features.source == "online" or not self.loss.with_teacher,
+            "features.source=store holds the target's hidden states at its taps; loss.kl_weight > 0 and "
+            "loss.labels=target need its last layers as well, at every step. Set features.source=online, or "
+            "loss.kl_weight=0 and loss.labels=data",
         )
         gamma = self.drafter.loss_decay_gamma
         require(

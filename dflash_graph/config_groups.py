@@ -467,6 +467,48 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class FeaturesConfig:
+    """Where the target's hidden states come from.
+
+    Attributes:
+        source: "online" runs the target in every epoch; "store" reads what was written to disk once.
+        path: folder of the store.
+        dtype: of the features. "auto" is the drafter's compute dtype online, and what the store holds or, when it is
+            made, the compute dtype. Online features are rounded to float32 or bfloat16; "fp8" is a store's (e4m3 with
+            an exponent per token and tap).
+        missing: rows that the store lacks are an "error", or "generate": the target makes them when they first come,
+            and they are kept.
+        readers: threads of each worker that read rows at once.
+        shard_mib: the store grows by files of about this size.
+    """
+
+    source: Literal["online", "store"] = "online"
+    path: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
+    missing: Literal["error", "generate"] = "error"
+    readers: int = 4
+    shard_mib: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("readers", "shard_mib"):
+            require(getattr(self, name) >= 1, f"features.{name} must be at least 1; found {getattr(self, name)}")
+        stored = self.source == "store"
+        require(
+            stored or (self.path, self.missing, self.readers, self.shard_mib) == (None, "error", 4, 1024),
+            "features.path, features.missing, features.readers and features.shard_mib have no effect with "
+            "features.source=online; set features.source=store or leave them out",
+        )
+        require(
+            not stored or bool(self.path), "features.source=store needs features.path, the folder of the store"
+        )
+        require(
+            stored or self.dtype != "fp8",
+            "features.dtype=fp8 is how a store keeps features; online they are float32 or bfloat16. Set "
+            "features.source=store, or another features.dtype",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LogConfig:
     """What is reported and how often (steps).
 

@@ -7,21 +7,18 @@ the command line.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dflash_graph.chat import ChatEncoder, read_template
-from dflash_graph.config_groups import DataConfig, SourceConfig, TargetConfig
+from dflash_graph.config_groups import DataConfig, SourceConfig
 from dflash_graph.data_report import CutShare as CutShare
 from dflash_graph.data_report import DataReport as DataReport
 from dflash_graph.data_writer import Layout, Writer, write_meta
@@ -34,33 +31,14 @@ from dflash_graph.source_files import as_source
 from dflash_graph.sources import LineFile, Source, Table, open_source
 from dflash_graph.token_rows import HOLDOUT
 from dflash_graph.token_rows import TokenRows as TokenRows
+from dflash_graph.tokenizer import load_tokenizer as load_tokenizer
+from dflash_graph.tokenizer import tokenizer_identity
+from dflash_graph.work_folder import check_space, locked, put_in_place
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 2  # raise it when the files or the meaning of a row change
 _DIGEST_THREADS = 4
-
-
-def load_tokenizer(target: TargetConfig) -> Any:
-    """The target's own tokenizer (transformers), GGUF files included.
-
-    Raises:
-        ValueError: nothing that transformers can load stands at `target.path`.
-    """
-    from transformers import AutoTokenizer
-
-    options: dict[str, Any] = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
-    if target.gguf_file is not None:
-        if Path(target.path).is_dir() and not (Path(target.path) / target.gguf_file).is_file():
-            raise ValueError(f"target.gguf_file must be a file of {target.path}; found no {target.gguf_file!r} there")
-        options["gguf_file"] = target.gguf_file
-    try:
-        return AutoTokenizer.from_pretrained(target.path, **{k: v for k, v in options.items() if v is not None})
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"cannot load a tokenizer from target.path = {target.path!r}, which must be a local model folder or a hub "
-            f"id (with target.gguf_file for GGUF): {error}"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -127,7 +105,7 @@ def prepare(
     specs = [spec if isinstance(spec, SourceConfig) else as_source(str(spec)) for spec in files]
     sources = [open_source(spec, threads=_DIGEST_THREADS) for spec in specs]
     settings = {
-        "tokenizer": _tokenizer_identity(tokenizer),
+        "tokenizer": tokenizer_identity(tokenizer),
         "template": template,
         "max_length": max_length,
         "holdout": holdout,
@@ -189,20 +167,6 @@ def _fingerprint(sources: Sequence[Source], settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
-    identity: dict[str, Any] = {"special": tokenizer.special_tokens_map}
-    if tokenizer.is_fast:
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        # A tokenizer remembers the padding and truncation of its last call; rows use neither.
-        return identity | {"backend": {k: v for k, v in backend.items() if k not in ("padding", "truncation")}}
-    identity |= {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
-    identity["added"] = {str(i): repr(token) for i, token in tokenizer.added_tokens_decoder.items()}
-    vocab_file = getattr(tokenizer, "vocab_file", None)
-    if vocab_file and Path(vocab_file).is_file():
-        identity["vocab_file"] = hashlib.sha256(Path(vocab_file).read_bytes()).hexdigest()
-    return identity
-
-
 def _build(job: _Job, folder: Path) -> None:
     """Make the shards in a work folder beside `folder`, put them together there, and put the result in place whole.
 
@@ -211,9 +175,9 @@ def _build(job: _Job, folder: Path) -> None:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = folder.with_name(f".{folder.name[:16]}.work")
-    with _locked(work):
+    with locked(work):
         if _open_finished(folder) is not None:
-            shutil.rmtree(work)
+            shutil.rmtree(work, ignore_errors=True)
             return  # another process was faster
         try:
             _build_locked(job, folder, work)
@@ -234,7 +198,7 @@ def _build_locked(job: _Job, folder: Path, work: Path) -> None:
     started = time.monotonic()
     parts, file_sources = open_parts(job.sources, work)
     blocks = [(i, block) for i, part in enumerate(parts) for block in part.blocks(_DIGEST_THREADS)]
-    _check_space(parts, work)
+    check_space(sum(part.size for part in parts), work)
     task = ShardTask(
         parts=parts,
         blocks=blocks,
@@ -272,7 +236,9 @@ def _build_locked(job: _Job, folder: Path, work: Path) -> None:
         name = hashlib.sha256(f"{folder.name} {HOLDOUT}".encode()).hexdigest()
         write_meta(result / HOLDOUT, name, held_out, layout.files, build)
     write_meta(result, folder.name, report, layout.files, build)
-    _put_in_place(result, folder)
+    for each in job.sources:
+        each.check_unchanged()
+    put_in_place(result, folder)
     for source in report.sources:
         if source.rows_in == 0:
             logger.warning("the data source %s holds no row", source.name)
@@ -286,55 +252,6 @@ def open_parts(sources: Sequence[Source], work: Path) -> tuple[list[LineFile | T
         parts += mine
         file_sources += [i] * len(mine)
     return parts, file_sources
-
-
-def _check_space(parts: Sequence[LineFile | Table], work: Path) -> None:
-    """Say early that the disk may not do: shards and rows take some 5 bytes for a token, that is for 4 of text."""
-    text = sum(part.stop if isinstance(part, LineFile) else part.dataset.data.nbytes for part in parts)
-    free = shutil.disk_usage(work).free
-    if free < 2.5 * text:
-        logger.warning(
-            "%s has %.1f GB free; %.1f GB of text may need up to %.1f GB there",
-            work,
-            free / 1e9,
-            text / 1e9,
-            text * 2.5e-9,
-        )
-
-
-@contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    """Hold the work folder for this process alone; others wait."""
-    while True:
-        work.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = (work / "lock").open("w")
-        except FileNotFoundError:
-            continue  # whoever had it has just removed it
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.info("another process prepares the same data in %s; waiting for it", work)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                same = os.path.samestat(os.fstat(lock.fileno()), (work / "lock").stat())
-            except FileNotFoundError:
-                same = False
-            if same:
-                yield
-                return
-
-
-def _put_in_place(result: Path, folder: Path) -> None:
-    try:
-        result.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-        # A damaged folder stands there: a whole one would have been opened.
-        shutil.rmtree(folder)
-        result.rename(folder)
 
 
 def _warn_of_leaks(rows: TokenRows, validation: TokenRows) -> None:

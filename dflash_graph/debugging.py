@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from dflash_graph import ring
-from dflash_graph.config import Config
+from dflash_graph.config import Config, FeaturesConfig
 from dflash_graph.debug_checks import (
     StepReport,
     StepUnderTest,
@@ -104,7 +104,8 @@ def debug(config: Config, *, trained_steps: int | None = None, dot: str | Path |
     if devices.device == "cuda" and not torch.cuda.is_available():
         devices = replace(devices, device="cpu", target_devices=None, kernels="auto")
         stand_in = ", whose CPU stands in for devices.device=cuda"
-    config = replace(config, devices=devices, graphs=replace(config.graphs, mode="debug"))
+    # Rows of a store come by plain copies; the steps that could be graphs are the target's own.
+    config = replace(config, devices=devices, graphs=replace(config.graphs, mode="debug"), features=FeaturesConfig())
     plan = make_plan(config)
     if trained_steps is None:
         trained_steps = max(TRIED_STEPS, plan.slots // config.schedule.jobs_per_step + 1)

@@ -20,7 +20,7 @@ from dflash_graph.config import Config, TargetConfig, load_config
 from dflash_graph.drafter import DrafterSpec
 from dflash_graph.released import is_released, read_released
 from dflash_graph.serving_layouts import WEIGHTS
-from dflash_graph.target import read_facts
+from dflash_graph.target import ModelFacts, read_facts
 
 # What a released folder may leave open, because the target tells it or no forward pass needs it.
 _FROM_TARGET = frozenset({"target_path", "gguf_file", "num_target_layers", "max_trained_length"})
@@ -101,7 +101,7 @@ def _released(folder: Path, target: TargetConfig | None) -> FoundDrafter:
         target = TargetConfig(path=recorded)
     spec = released.spec
     if "num_target_layers" in released.unknown:
-        layers = read_facts(target).num_hidden_layers
+        layers = _facts(target).num_hidden_layers
         if max(spec.target_layer_ids) >= layers:
             raise ValueError(
                 f"{folder} reads target layers {list(spec.target_layer_ids)}; target {target.path} has only {layers}"
@@ -144,10 +144,20 @@ def _stored(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def _facts(target: TargetConfig) -> ModelFacts:
+    try:
+        return read_facts(target)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}\nIf the drafter's target is somewhere else, or a GGUF file, name it: --target PATH "
+            "[--target-gguf FILE]"
+        ) from None
+
+
 def _resolve(found: FoundDrafter) -> FoundDrafter:
     """Refuse a drafter that does not fit its target; every difference is named."""
     spec, target = found.spec, found.target
-    facts = read_facts(target)
+    facts = _facts(target)
     expected: Mapping[str, tuple[Any, Any]] = {
         "hidden_size": (spec.hidden_size, facts.hidden_size),
         "layers": (spec.num_target_layers, facts.num_hidden_layers),

@@ -106,10 +106,10 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, target: TargetConfig | None, local: "EvalReport | None") -> Any:
     """The server's part: the same prompts, with the same limits."""
-    from dflash_graph.data import load_tokenizer
     from dflash_graph.drafter_folder import read_drafter
     from dflash_graph.prompts import load_prompt_sets
     from dflash_graph.server_eval import evaluate_server
+    from dflash_graph.tokenizer import load_tokenizer
 
     found = read_drafter(args.run, target)
     template = args.chat_template or (found.config.data.chat_template if found.config else None)

@@ -66,7 +66,7 @@ def _lengths(axes: Axes, report: EvalReport) -> None:
         heights = [g.accept_length for g in groups]
         axes.errorbar(middles, heights, xerr=spread, fmt="o", markersize=5, capsize=3, label=s.name)
     axes.set(title="By prompt length (quartiles)", xlabel="prompt tokens", ylabel="accept_length")
-    axes.set_ylim(bottom=1)
+    axes.set_ylim(1, max(1.5, axes.get_ylim()[1]))
     axes.legend(fontsize=7)
     axes.grid(alpha=0.3)
 
@@ -83,7 +83,10 @@ def _times(axes: Axes, report: EvalReport) -> None:
     axes.barh(["with the drafter"], [times.draft_ms], left=[times.target_block_ms], color="#dd8452", label="drafter")
     alone = f"target alone,\n{length:.2f} tokens"
     axes.barh([alone], [length * times.target_1_ms], color="#8c8c8c", label=f"{length:.2f} x target, 1 token")
-    measured = "" if report.measured_speedup is None else f", measured {report.measured_speedup:.2f}"
-    axes.set_title(f"Time of one verification: speed-up {report.estimated_speedup:.2f}{measured}")
-    axes.legend(fontsize=7)
+    measured = "" if report.measured_speedup is None else f", {report.measured_speedup:.2f} measured"
+    axes.set_title(
+        f"Time of one verification\nspeed-up {report.estimated_speedup:.2f} estimated{measured}", fontsize=11
+    )
+    axes.set_xlim(0, 1.35 * max(length * times.target_1_ms, times.target_block_ms + times.draft_ms))
+    axes.legend(fontsize=7, loc="center right")
     axes.grid(alpha=0.3, axis="x")

@@ -19,8 +19,9 @@ import transformers
 from torch import Tensor
 
 from dflash_graph.baselines import BigramTable, BlockTable
+from dflash_graph.cached_target import check_rollback, target_settings
 from dflash_graph.config import Config, TargetConfig
-from dflash_graph.data import load_tokenizer, prepare_run
+from dflash_graph.data import prepare_run
 from dflash_graph.decoding import DecodeResult, Proposer, decode_alone, replay_accepts, speculative_decode
 from dflash_graph.drafter_folder import check_borrowed, read_drafter
 from dflash_graph.near_ties import NEAR_TIE_GAP, check_greedy
@@ -30,6 +31,7 @@ from dflash_graph.report import Acceptance, EvalReport, TextResult, by_prompt_le
 from dflash_graph.sampling import Sampling
 from dflash_graph.step_times import measure_step_times
 from dflash_graph.target import load_full_model, read_facts, resolve_dtype
+from dflash_graph.tokenizer import load_tokenizer
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -238,6 +240,7 @@ def evaluate(
     started = time.perf_counter()
     specs = [prompts] if isinstance(prompts, str | Path) else list(prompts)
     found = read_drafter(run, target)
+    check_rollback(target_settings(found.target))
     spec, where = found.spec, torch.device(device)
     torch_dtype = resolve_dtype(dtype or found.target.dtype, where)
     tokenizer = load_tokenizer(found.target)

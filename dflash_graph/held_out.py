@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from dflash_graph.cached_target import check_rollback, target_settings
 from dflash_graph.config import TargetConfig
 from dflash_graph.control import RunControl, Stopped
-from dflash_graph.data import TokenRows, load_tokenizer
 from dflash_graph.decoding import DecodeResult, speculative_decode
 from dflash_graph.drafter import FlatParameters
 from dflash_graph.evaluation import Prompt, eos_ids, fitting_prompts
@@ -29,6 +29,8 @@ from dflash_graph.prompts import PromptSet, load_prompt_sets
 from dflash_graph.ranks import Ranks
 from dflash_graph.report import Acceptance, summarise
 from dflash_graph.target import Target, load_full_model
+from dflash_graph.token_rows import TokenRows
+from dflash_graph.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,13 @@ class HeldOut:
     def __init__(self, plan: RunPlan) -> None:
         self.plan, self.every = plan, plan.config.eval.every or 0
         config, facts = plan.config.eval, plan.facts
+        self._settings = target_settings(plan.config.target)
+        check_rollback(self._settings)
+        if len(plan.placement.targets[0]) > 1:
+            raise ValueError(
+                "eval.every needs a target on one device; the first one is spread over several. Leave eval.every out, "
+                "and evaluate checkpoints with dflash-graph eval"
+            )
         self._tokenizer = load_tokenizer(plan.config.target)
         if config.prompts:
             share = -(-config.num_prompts // len(config.prompts))
@@ -116,7 +125,7 @@ class HeldOut:
     def __str__(self) -> str:
         """A line for the plan: what is decoded, and the memory that it takes."""
         config, plan = self.plan.config.eval, self.plan
-        rest, host = _bytes_of_rest(plan), ""
+        rest, host = _bytes_of_rest(plan, self._settings), ""
         item = plan.target_dtype.itemsize
         longest = max(len(prompt.tokens) for prompt in self.prompts) + config.max_new_tokens + plan.spec.block_size
         cache = 2 * plan.facts.num_hidden_layers * plan.facts.num_key_value_heads * plan.facts.head_dim * longest * item
@@ -129,7 +138,7 @@ class HeldOut:
         mib = 2**20
         return (
             f"eval      {len(self.prompts)} prompts of {', '.join(self.names)}{skipped} every {config.every} steps, up "
-            f"to {config.max_new_tokens} tokens each; memory beside the target: its last layers {rest / mib:.1f} MiB, "
+            f"to {config.max_new_tokens} tokens each; memory beside the target: target layers {rest / mib:.1f} MiB, "
             f"caches {cache / mib:.1f} MiB, the drafter's weights {copy / mib:.1f} MiB{host}"
         )
 
@@ -227,7 +236,7 @@ def _prompts_of(rows: TokenRows, count: int) -> PromptSet:
 
 
 def whole_model(config: TargetConfig, target: Target) -> Any:
-    """The whole causal LM whose layers up to the deepest tap, embedding and head are the tensors of `target`."""
+    """The whole causal LM, with the tensors that `target` has: its layers up to the deepest tap, embedding and head."""
     shared = target.embed_weight
     model = load_full_model(config, torch.device("cpu"), shared.dtype)
     decoder = model.get_decoder()
@@ -247,17 +256,16 @@ def _share(mine: nn.Module, theirs: nn.Module) -> None:
         setattr(mine.get_submodule(path), last, nn.Parameter(tensor.detach(), requires_grad=False))
 
 
-def _bytes_of_rest(plan: RunPlan) -> int:
-    """Bytes of the layers that no tap needs, from the model's configuration; 0 where a loss keeps them anyway."""
+def _bytes_of_rest(plan: RunPlan, settings: Any) -> int:
+    """Bytes of the layers that the run itself does not hold, from the model's configuration.
+
+    Zero where a loss keeps them anyway, all layers where features come from a store.
+    """
     if plan.teacher is not None:
         return 0
-    target = plan.config.target
-    options: dict[str, Any] = {} if target.gguf_file is None else {"gguf_file": target.gguf_file}
-    settings = AutoConfig.from_pretrained(
-        target.path, revision=target.revision, trust_remote_code=target.trust_remote_code, **options
-    )
+    first = plan.spec.target_layer_ids[-1] + 1 if plan.features.spec is None else 0
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=target.trust_remote_code)
-    layers = model.get_decoder().layers[plan.spec.target_layer_ids[-1] + 1 :]
+        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=plan.config.target.trust_remote_code)
+    layers = model.get_decoder().layers[first:]
     count: int = sum(p.numel() for layer in layers for p in layer.parameters())
     return count * plan.target_dtype.itemsize

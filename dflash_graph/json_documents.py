@@ -60,7 +60,8 @@ class _Reader:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
-                if end < len(self._text) or self._ended:  # a number may go on behind the window
+                # A number may go on behind the window: "1", "1." or "1.0e" may be the start of 1.0e5.
+                if self._ended or self._text[end:].lstrip("0123456789+-.eE"):
                     self._at = end
                     return value
             except (ValueError, RecursionError) as error:

@@ -23,6 +23,7 @@ from dflash_graph.schedule import Bucket, EpochSchedule, build_epoch, choose_buc
 from dflash_graph.serving_layouts import check_servable
 from dflash_graph.static_buffers import BufferSpec, TeacherSpec, check_ring, default_slots, slot_specs
 from dflash_graph.step import micro_step_sizes, workspace_specs
+from dflash_graph.store_plan import FeaturePlan, plan_features
 from dflash_graph.target import (
     ModelFacts,
     check_target_layer_ids,
@@ -81,6 +82,7 @@ class RunPlan:
     min_ready: int
     window: int
     placement: Placement
+    features: FeaturePlan
 
     @property
     def device(self) -> torch.device:
@@ -195,6 +197,7 @@ class RunPlan:
                 num_targets=self.num_targets,
                 target_devices=self.target_devices,
                 feature_dtype=self.compute_dtype,
+                output_dtype=self.features.output_dtype,
                 **shape,
             ),
             *workspace_specs(dtype=self.compute_dtype, **shape),
@@ -210,6 +213,7 @@ class RunPlan:
             "jobs_per_epoch": self.jobs_per_epoch,
             "dtypes": [str(self.target_dtype), str(self.compute_dtype)],
             "target_weights": weights_digest(self.config.target),
+            **self.features.identity(self.compute_dtype),
         }
 
     def __str__(self) -> str:
@@ -228,7 +232,7 @@ class RunPlan:
             f"anchors   {config.num_anchors} per job, micro-steps of {list(self.sizes)}, "
             f"anchor groups {self.anchor_groups}, activations {self.kept_bytes(self.anchor_groups) / 2**20:.0f} MiB\n"
             f"ring      {self.slots} slots, min_ready {self.min_ready}, reorder window {self.window}, "
-            f"draw {config.schedule.draw}" + self._describe_loss()
+            f"draw {config.schedule.draw}" + self._describe_loss() + self.features.note
         )
 
     def _describe_loss(self) -> str:
@@ -304,6 +308,7 @@ def make_plan(config: Config, placement: Placement | None = None) -> RunPlan:
     teacher = _teacher_spec(config, job_shape.max_teacher_positions, facts.hidden_size)
     placement = placement or default_placement(config)
     slots, min_ready, window = _ring_sizes(config, len(taps) * facts.hidden_size, teacher, placement)
+    compute_dtype = resolve_dtype(drafter.compute_dtype, placement.drafter)
     return RunPlan(
         config=config,
         rows=rows,
@@ -319,6 +324,7 @@ def make_plan(config: Config, placement: Placement | None = None) -> RunPlan:
         min_ready=min_ready,
         window=window,
         placement=placement,
+        features=plan_features(config, all_rows, tuple(taps), facts.hidden_size, compute_dtype),
     )
 
 

@@ -28,6 +28,7 @@ _CAUSES = {  # fixed colours, so that two runs compare
     "window": "#937860",
     "checkpoint": "#55a868",
     "validation": "#8172b3",
+    "evaluation": "#64b5cd",
 }
 
 
@@ -46,6 +47,7 @@ def plot_run(run_dir: str | Path, eval_report: Mapping[str, Any] | None, out_png
     if not train:
         raise ValueError(f"{run_dir} must hold the metrics of a run; found no training record in its metrics.jsonl")
     validation = [r for r in records if r["kind"] == "validation"]
+    decoded = [r for r in records if r["kind"] == "eval"]
     schedules = [r for r in records if r["kind"] == "schedule"]
 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,7 +56,7 @@ def plot_run(run_dir: str | Path, eval_report: Mapping[str, Any] | None, out_png
     figure = Figure(figsize=(13, 8.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2)
-    _loss(axes[0, 0], train, validation)
+    _loss(axes[0, 0], train, validation, decoded)
     _acceptance(axes[0, 1], train, validation, eval_report or {})
     _length_mix(axes[1, 0], train, schedules[-1]["bucket_lengths"] if schedules else None)
     _waits(axes[1, 1], train)
@@ -69,13 +71,17 @@ def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def _loss(axes: Axes, train: list[dict[str, Any]], validation: list[dict[str, Any]]) -> None:
+def _loss(
+    axes: Axes, train: list[dict[str, Any]], validation: list[dict[str, Any]], decoded: list[dict[str, Any]]
+) -> None:
     axes.plot(*_series(train, "loss"), color="#4c72b0", linewidth=1.2, label="loss, training")
     axes.plot(*_series(validation, "loss"), "o", color="#1b2f52", markersize=4, label="loss, validation")
     axes.set(title="Loss and expected accept_length", xlabel="step", ylabel="loss")
     right = axes.twinx()
     right.plot(*_series(train, "accept_length"), color="#dd8452", linewidth=1, label="accept_length, training")
     right.plot(*_series(validation, "accept_length"), "s", color="#8a4413", markersize=4, label="same, validation")
+    if decoded:
+        right.plot(*_series(decoded, "accept_length"), "D", color="#c44e52", markersize=4, label="same, decoding")
     right.set_ylabel("tokens per verification")
     handles = [line for line in (*axes.get_lines(), *right.get_lines()) if len(np.atleast_1d(line.get_xdata()))]
     axes.legend(handles=handles, fontsize=8, loc="center right")

@@ -79,6 +79,8 @@ class LengthGroup:
 def by_prompt_length(results: Sequence[DecodeResult], block_size: int) -> tuple[LengthGroup, ...]:
     """Quartiles of the decoded prompts by prompt length; texts without a counted verification are left out."""
     ordered = sorted((r for r in results if r.accepts), key=lambda r: len(r.prompt))
+    if not ordered:
+        return ()
     groups = []
     for part in np.array_split(np.arange(len(ordered)), min(4, len(ordered))):
         chosen = [ordered[i] for i in part]

@@ -40,8 +40,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < float("inf"):
-            raise ValueError(f"temperature must be positive and finite (greedy decoding has none); found {self}")
+        if not 1e-5 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature must be positive, at least 1e-5, and finite (greedy decoding has none); found "
+                f"{self.temperature}"
+            )
         if not 0 < self.top_p <= 1 or self.top_k < 0:
             raise ValueError(f"top_p must lie in (0, 1] and top_k must not be negative; found {self}")
         if self.draft not in ("greedy", "sampled"):

@@ -24,12 +24,14 @@ IDENTITY_KEYS = frozenset(
         *(f"drafter.{key}" for key in ("anchor_rate", "num_anchors_per_sample", "num_anchors", "loss_decay_gamma")),
         "drafter.compute_dtype",
         *(f"loss.{key}" for key in ("weighting", "d_pace_alpha", "labels", "kl_weight")),
+        "features.dtype",
     }
 )
 # They decide how fast, where, for how long and how closely watched the run is.
 FREE_KEYS = frozenset(
     {
         *("run_dir", "epochs", "optim", "log", "eval", "checkpoint", "devices", "graphs"),
+        *(f"features.{key}" for key in ("source", "path", "missing", "readers", "shard_mib")),
         *("data.cache_dir", "data.workers", "drafter.init", "drafter.num_micro_step_sizes"),
         *(f"schedule.{key}" for key in ("slots", "min_ready", "padding_workers", "reorder_window", "wait_timeout_s")),
     }
@@ -65,6 +67,12 @@ _ADDED: dict[str, Any] = {
     "eval.prompts": [],
     "eval.num_prompts": 32,
     "eval.max_new_tokens": 128,
+    "features.source": "online",
+    "features.path": None,
+    "features.dtype": "auto",
+    "features.missing": "error",
+    "features.readers": 4,
+    "features.shard_mib": 1024,
 }
 _ABSENT = "(absent)"
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _SHARDS_PER_WORKER = 8  # fewer are not worth a process's start (3 to 5 s)
 _MAX_WORKERS = 16
-_LOG_EVERY_S = 30.0
+_LINE_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def make_shards(task: ShardTask, workers: int | None) -> ShardRun:
         logger.info("%d of %d shards stand in %s and are kept", reused, len(task.blocks), task.folder)
     count = choose_workers(workers, len(todo))
     started = time.monotonic()
-    with _Progress(task, todo, count) as progress:
+    with _Progress(task, todo) as progress:
         if count == 1:
             maker = ShardMaker(task)  # here, so that an unusable template shows at once
             for i in todo:
@@ -78,13 +77,15 @@ def _stands(task: ShardTask, index: int) -> bool:
     path = shard_path(task.folder, index)
     if not path.exists():
         return False
+    part, block = task.blocks[index]
     try:
-        load_shard(path)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        logger.warning("the shard %s is damaged and made again: %s", path, error)
-        path.unlink()
-        return False
-    return True
+        if load_shard(path).block == (part, block.start, block.stop):
+            return True
+        logger.info("the shard %s is of another cut of the data and made again", path)
+    except ValueError as error:
+        logger.warning("%s; it is made again", error)
+    path.unlink()
+    return False
 
 
 def _in_processes(task: ShardTask, todo: list[int], count: int, done: Callable[[int, int, int], None]) -> None:
@@ -124,6 +125,7 @@ def _in_processes(task: ShardTask, todo: list[int], count: int, done: Callable[[
 def _worker(payload: bytes) -> Iterator["subprocess.Popen[bytes]"]:
     # One thread each: the processes share the cores, and a library's own threads would fight them.
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # finds what this process finds
     command = [sys.executable, "-m", "dflash_graph.shard_worker"]
     # In a session of its own: an interrupt from the keyboard is for this process, which lets the others finish.
     process = subprocess.Popen(
@@ -171,17 +173,18 @@ def _ask(worker: "subprocess.Popen[bytes]", index: int, task: ShardTask) -> tupl
 
 
 class _Progress:
-    """A bar on a terminal, a line every half minute elsewhere."""
+    """A bar on a terminal; elsewhere a line every half minute, of what takes that long."""
 
-    def __init__(self, task: ShardTask, todo: list[int], workers: int) -> None:
-        self._blocks, self._workers = task.blocks, workers
-        self._total = sum(block.rows for _, block in task.blocks)
-        self._begun = self._total - sum(task.blocks[i][1].rows for i in todo)
+    def __init__(self, task: ShardTask, todo: list[int]) -> None:
+        self._blocks = task.blocks
         self.rows = self.tokens = 0
-        self._started = self._logged = time.monotonic()
+        total = sum(block.rows for _, block in task.blocks)
+        begun = total - sum(task.blocks[i][1].rows for i in todo)
+        every = 0.2 if sys.stderr.isatty() else _LINE_EVERY_S
+        delay = 0.0 if sys.stderr.isatty() else _LINE_EVERY_S
+        self._bar = tqdm(total=total, initial=begun, unit="row", desc="data", mininterval=every, delay=delay)
 
     def __enter__(self) -> "_Progress":
-        self._bar = tqdm(total=self._total, initial=self._begun, unit="row", desc="data", disable=None)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -192,15 +195,3 @@ class _Progress:
         self.rows += rows
         self.tokens += tokens
         self._bar.update(self._blocks[index][1].rows)
-        now = time.monotonic()
-        if self._bar.disable and now - self._logged > _LOG_EVERY_S:
-            self._logged, rate = now, self.rows / (now - self._started)
-            left = (self._total - self._begun - self.rows) / max(rate, 1e-9)
-            logger.info(
-                "data: %d of %d rows, %.0f rows/s with %d processes, %.0f s left",
-                self._begun + self.rows,
-                self._total,
-                rate,
-                self._workers,
-                max(0.0, left),
-            )

@@ -73,12 +73,14 @@ class Shard:
     """A finished shard.
 
     Attributes:
+        block: (part, start, stop) of its block.
         tokens, loss_mask: (n,) of all parts that were not dropped, one after the other.
         rows, parts: records of ROW and PART.
         reasons: names of the reasons that records point at.
         first: reason -> index of the first row it dropped, and the detail.
     """
 
+    block: tuple[int, int, int]
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
     rows: NDArray[Any]
@@ -89,7 +91,7 @@ class Shard:
 
 def save_shard(shard: Shard, path: Path) -> None:
     """Write a shard so that it stands at `path` whole or not at all."""
-    text = json.dumps({"reasons": shard.reasons, "first": shard.first})
+    text = json.dumps({"block": shard.block, "reasons": shard.reasons, "first": shard.first})
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with unfinished.open("wb") as file:
@@ -112,18 +114,23 @@ def load_shard(path: Path, *, with_tokens: bool = True) -> Shard:
     """Read a shard; its checksums are checked on the way. `with_tokens=False` leaves the two large arrays empty.
 
     Raises:
-        OSError, ValueError, KeyError, zipfile.BadZipFile: the file is missing or damaged.
+        ValueError: the file is missing or damaged.
     """
-    with np.load(path) as file:
-        text = json.loads(file["text"].tobytes())
-        return Shard(
-            tokens=file["tokens"] if with_tokens else np.empty(0, np.int32),
-            loss_mask=file["loss_mask"] if with_tokens else np.empty(0, np.uint8),
-            rows=file["rows"],
-            parts=file["parts"],
-            reasons=text["reasons"],
-            first={reason: (int(row), detail) for reason, (row, detail) in text["first"].items()},
-        )
+    try:
+        with np.load(path) as file:
+            text = json.loads(file["text"].tobytes())
+            part, start, stop = text["block"]
+            return Shard(
+                block=(part, start, stop),
+                tokens=file["tokens"] if with_tokens else np.empty(0, np.int32),
+                loss_mask=file["loss_mask"] if with_tokens else np.empty(0, np.uint8),
+                rows=file["rows"],
+                parts=file["parts"],
+                reasons=text["reasons"],
+                first={reason: (int(row), detail) for reason, (row, detail) in text["first"].items()},
+            )
+    except Exception as error:  # one wrong byte of an archive may raise anything
+        raise ValueError(f"damaged shard {path}: {type(error).__name__}: {error}") from error
 
 
 class ShardMaker:
@@ -143,7 +150,7 @@ class ShardMaker:
         builder = _ShardBuilder(self.task.max_length, self.task.overlong)
         for batch in _batches(self.task.parts[part].read(block)):
             builder.add(self.encoder, batch)
-        shard = builder.finish()
+        shard = builder.finish((part, block.start, block.stop))
         save_shard(shard, shard_path(self.task.folder, index))
         return len(shard.rows), len(shard.tokens)
 
@@ -231,9 +238,10 @@ class _ShardBuilder:
             return RowError("no_candidate_anchor", "no two supervised tokens stand side by side")
         return None
 
-    def finish(self) -> Shard:
+    def finish(self, block: tuple[int, int, int]) -> Shard:
         """The shard of everything added."""
         return Shard(
+            block=block,
             tokens=np.concatenate(self.tokens) if self.tokens else np.empty(0, np.int32),
             loss_mask=np.concatenate(self.loss_mask) if self.loss_mask else np.empty(0, np.uint8),
             rows=np.array(self.rows, dtype=ROW),

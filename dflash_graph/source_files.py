@@ -7,6 +7,7 @@ ending is an error here, before anything is read. Called by sources.py.
 import glob
 import hashlib
 import logging
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dflash_graph.config_groups import SourceConfig
 logger = logging.getLogger(__name__)
 
 HUB = "hf:"
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _DIGEST_CHUNK = 16 << 20  # bytes hashed at once by one thread
 FORMATS = {
     ".jsonl": "jsonl",
@@ -75,7 +77,8 @@ def find_files(source: SourceConfig) -> tuple[InputFile, ...]:
         if not paths and glob.has_magic(source.path):
             raise ValueError(f"data files must exist and be at least one; no file matches {source.path!r}")
         if not paths:
-            raise ValueError(f"data files must exist and be at least one; missing: {source.path}")
+            hint = f". A data set of the hub is named {HUB}{source.path}" if _HUB_ID.fullmatch(source.path) else ""
+            raise ValueError(f"data files must exist and be at least one; missing: {source.path}{hint}")
     if source.split is not None or source.subset is not None:
         raise ValueError(f"split and subset belong to hub ids and `datasets` folders; found them at {source.path}")
     files = [(each, _classify(each, source.format)) for each in paths]

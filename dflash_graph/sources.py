@@ -75,6 +75,11 @@ class LineFile:
     path: Path
     stop: int
 
+    @property
+    def size(self) -> int:
+        """Bytes of text."""
+        return self.stop
+
     def blocks(self, threads: int = 1) -> list[Block]:
         """Blocks of about BLOCK_BYTES that begin with a line."""
 
@@ -119,19 +124,33 @@ class Table:
     dataset: Any
     stop: int
 
+    @property
+    def size(self) -> int:
+        """Bytes in Arrow's form."""
+        return int(self.dataset.data.nbytes * self.stop / max(1, self.dataset.data.num_rows))
+
     def blocks(self, threads: int = 1) -> list[Block]:
         """Blocks of rows, fewer where rows are large."""
         rows = _BLOCK_ROWS
-        size = self.dataset.data.nbytes / max(1, self.dataset.data.num_rows)
-        while rows > 16 and rows * size > BLOCK_BYTES:
+        while rows > 16 and rows * self.size > BLOCK_BYTES * max(1, self.stop):
             rows //= 2
         return [Block(i, min(i + rows, self.stop), i + 1, min(rows, self.stop - i)) for i in range(0, self.stop, rows)]
 
     def read(self, block: Block) -> Iterator[RawRow]:
         """The block's rows, each a dict of all columns."""
-        columns = self.dataset[block.start : block.stop]
+        try:
+            columns = self.dataset[block.start : block.stop]
+        except UnicodeDecodeError:
+            yield from (self._read_alone(i) for i in range(block.start, block.stop))
+            return
         for i in range(block.stop - block.start):
             yield RawRow({name: column[i] for name, column in columns.items()}, f"{self.name}:{block.start + i + 1}")
+
+    def _read_alone(self, i: int) -> RawRow:
+        try:
+            return RawRow(self.dataset[i], f"{self.name}:{i + 1}")
+        except UnicodeDecodeError as error:
+            return RawRow(RowError("invalid_utf8", str(error)), f"{self.name}:{i + 1}")
 
 
 @dataclass(frozen=True)
@@ -149,6 +168,17 @@ class Source:
     digest: str
     files: tuple[InputFile, ...] = ()
     dataset: Any = None
+    stamps: tuple[tuple[int, int], ...] = ()  # of each file, before it was digested
+
+    def check_unchanged(self) -> None:
+        """Refuse files that were written to since they were digested: the digest would stand for other rows.
+
+        Raises:
+            ValueError: one was.
+        """
+        for file, stamp in zip(self.files, self.stamps, strict=True):
+            if not file.path.exists() or _stamp(file.path) != stamp:
+                raise ValueError(f"the data file {file.path} changed while it was read: run again once it is complete")
 
     def parts(self, work: Path) -> list[LineFile | Table]:
         """Files and tables in order, cut to `max_rows`; what can only be read from its start is unpacked into `work`.
@@ -191,9 +221,15 @@ def open_source(spec: str | SourceConfig, *, threads: int = 1) -> Source:
         dataset = _load_folder(config, path)
     else:
         files = find_files(config)
+        stamps = tuple(_stamp(file.path) for file in files)
         digests = [(file.format, file.compression, file_digest(file.path, threads)) for file in files]
-        return Source(config, str(config), hashlib.sha256(repr(digests).encode()).hexdigest(), files)
-    return Source(config, str(config), _dataset_digest(dataset), dataset=_without_media(dataset))
+        return Source(config, str(config), hashlib.sha256(repr(digests).encode()).hexdigest(), files, stamps=stamps)
+    return Source(config, str(config), _dataset_digest(dataset, config.path), dataset=_without_media(dataset))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _load_hub(config: SourceConfig) -> Any:
@@ -218,7 +254,7 @@ def _load_folder(config: SourceConfig, path: Path) -> Any:
 
     try:
         loaded = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the `datasets` folder {path} is damaged: {error}") from error
     splits = list(loaded) if isinstance(loaded, datasets.DatasetDict) else []
     chosen = config.split or (splits[0] if len(splits) == 1 else "train")
@@ -229,12 +265,22 @@ def _load_folder(config: SourceConfig, path: Path) -> Any:
     return loaded[chosen] if splits else loaded
 
 
-def _dataset_digest(dataset: Any) -> str:
-    """sha256 hex of the columns and all rows, in Arrow's serialisation."""
+def _dataset_digest(dataset: Any, name: str) -> str:
+    """sha256 hex of the columns and all rows, in Arrow's serialisation.
+
+    Raises:
+        ValueError: an offset points outside its batch: reading there could end the process.
+    """
+    import pyarrow as pa
+
     whole = hashlib.sha256(repr(dataset.features).encode())
-    for table in dataset.with_format("arrow").iter(batch_size=_BATCH):
-        for batch in table.combine_chunks().to_batches():
-            whole.update(batch.serialize())
+    try:
+        for table in dataset.with_format("arrow").iter(batch_size=_BATCH):
+            table.validate(full=True)
+            for batch in table.combine_chunks().to_batches():
+                whole.update(batch.serialize())
+    except (pa.ArrowException, OSError, MemoryError) as error:
+        raise ValueError(f"the `datasets` folder or hub id {name} is damaged: {error}") from error
     return whole.hexdigest()
 
 

@@ -7,6 +7,7 @@ cut off or damaged is an error with its name. Called by sources.py.
 
 import io
 import json
+import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ def naming(file: InputFile) -> Iterator[None]:
     """Turn what goes wrong inside a damaged file into an error that names it."""
     import pyarrow as pa
 
-    damaged = (EOFError, zlib.error, OSError, ValueError, pa.ArrowInvalid, pa.ArrowNotImplementedError)
+    damaged = (EOFError, zlib.error, lzma.LZMAError, OSError, ValueError, MemoryError, pa.ArrowException)
     try:
         yield
     except damaged as error:
@@ -107,13 +108,21 @@ def _parquet(stream: IO[bytes]) -> tuple[Any, Iterator[Any]]:
 
 
 def _arrow(stream: IO[bytes]) -> tuple[Any, Iterator[Any]]:
-    """An Arrow file, or the stream format that `datasets` writes."""
+    """An Arrow file, or the stream format that `datasets` writes.
+
+    Batches are checked throughout: an offset that points outside could end the process that reads there.
+    """
     import pyarrow as pa
+
+    def checked(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            batch.validate(full=True)
+            yield batch
 
     try:
         reader = pa.ipc.open_file(stream)
-        return reader.schema, (reader.get_batch(i) for i in range(reader.num_record_batches))
+        return reader.schema, checked(reader.get_batch(i) for i in range(reader.num_record_batches))
     except pa.ArrowInvalid:
         stream.seek(0)
         batches = pa.ipc.open_stream(stream)
-        return batches.schema, iter(batches)
+        return batches.schema, checked(iter(batches))

@@ -271,11 +271,13 @@ def slot_specs(
     device: torch.device | str,
     teacher: TeacherSpec | None = None,
     target_devices: Sequence[torch.device] | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> list[BufferSpec]:
     """Specs of the ring's S slots and of each target's input and output buffers, on `device`.
 
     Names: `slot.features` (S, T, N*D), `slot.<name>` for each of `SLOT_METADATA` with S in front of the job's shape,
-    and `target.<i>.output` (T, N*D), both in `feature_dtype` so that the copy into the slot converts nothing;
+    and `target.<i>.output` (T, N*D), both in `feature_dtype` so that the copy into the slot converts nothing (unless
+    features are to be rounded to another `output_dtype` first);
     `target.<i>.token_ids` (T,) is what its step reads. With a teacher also `slot.teacher_rows`, and its statistics in
     the slots and per target.
 
@@ -294,7 +296,10 @@ def slot_specs(
     outputs = [
         BufferSpec(f"target.{i}.{name}", size, dtype, home, f"target {i}", (f"target {i}",))
         for i, home in enumerate(homes)
-        for name, size, dtype in (("token_ids", per_token, torch.int64), ("output", features, feature_dtype))
+        for name, size, dtype in (
+            ("token_ids", per_token, torch.int64),
+            ("output", features, output_dtype or feature_dtype),
+        )
     ]
     slots = [
         slot("features", features, feature_dtype),

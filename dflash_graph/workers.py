@@ -349,7 +349,7 @@ class TargetWorker:
         assert self.target is not None
         self.target.forward(job.token_ids.to(self._output.device), job.num_rows, job.bucket_length)
         metadata = {name: getattr(job, name).to(self._plan.device) for name in SLOT_METADATA}
-        return {"features": self._output.to(self._plan.device)} | metadata
+        return {"features": self._output.to(self._plan.device, self._plan.compute_dtype)} | metadata
 
     def _forward(self, job: PaddedJob) -> dict[str, Tensor]:
         """Run the target over a job: its features (T, N*D) and, if the loss needs them, the teacher's statistics."""

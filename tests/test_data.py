@@ -549,7 +549,7 @@ def test_damaged_cache_is_rebuilt(tmp_path: Path, damage: Any, caplog: pytest.Lo
 
 def test_interrupted_while_writing_leaves_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(data, "_put_in_place", lambda work, folder: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(data, "put_in_place", lambda work, folder: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, word_tokenizer(), GOOD)
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".work"], "shards stay, for the next call"

@@ -5,135 +5,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 import transformers
 
-from dflash_graph.checkpoint import CheckpointWriter, load_checkpoint
-from dflash_graph.config import TargetConfig, config_from_dict, load_config, save_config
+from dflash_graph.checkpoint import load_checkpoint
+from dflash_graph.config import TargetConfig, load_config
 from dflash_graph.decoding import DecodeResult, full_forward_gaps, greedy_decode, replay_accepts, speculative_decode
 from dflash_graph.drafter import DrafterSpec
 from dflash_graph.evaluation import evaluate, other_features
-from dflash_graph.initialise import random_parameters
 from dflash_graph.near_ties import check_greedy
 from dflash_graph.plain_drafter import PlainDrafter
-from dflash_graph.prompts import load_prompt_sets, load_prompts
+from dflash_graph.prompts import load_prompts
 from dflash_graph.report import by_prompt_length, summarise, teacher_forced_accept_length
-
-TEMPLATE = (
-    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
-K = 4
-
-
-def save_tokenizer(folder: Path, *, bos: str | None = None) -> Any:
-    """Bytes as tokens, with the special tokens of TEMPLATE."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|start|>", "<|end|>", "<|mask|>"] + ([bos] if bos else [])
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens(special)
-    if bos:
-        inner.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, inner.token_to_id(bos))]
-        )
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|end|>", bos_token=bos, mask_token="<|mask|>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
-
-def save_target(folder: Path) -> None:
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=160,
-        initializer_range=0.3,
-        eos_token_id=257,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    save_tokenizer(folder)
-
-
-def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def chat(*contents: str, system: str | None = None) -> dict[str, Any]:
-    turns = [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
-    return {"messages": ([{"role": "system", "content": system}] if system else []) + turns}
-
-
-def frequent_ids(target: Path, prompts: Path, count: int) -> torch.Tensor:
-    """The ids the target writes most, so that a random drafter over them is right now and then."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(target)
-    texts = load_prompts(prompts, transformers.AutoTokenizer.from_pretrained(target))[:7]
-    written = [t for text in texts for t in greedy_decode(model, text, max_new_tokens=24, eos_ids={257})]
-    return torch.bincount(torch.tensor(written)).topk(count).indices
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, prompts: Path) -> Path:
-    """A run folder with one checkpoint of a random drafter with a reduced head."""
-    folder = tmp_path_factory.mktemp("run")
-    save_target(folder / "target")
-    train = write_jsonl(folder / "train.jsonl", [chat(f"question {i}", f"answer {i} of many") for i in range(8)])
-    config = config_from_dict(
-        {
-            "run_dir": str(folder / "run"),
-            "target": {"path": str(folder / "target")},
-            "data": {"train": [str(train)], "max_length": 128, "cache_dir": str(folder / "cache")},
-        }
-    )
-    spec = DrafterSpec(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=40,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        vocab_size=260,
-        block_size=K,
-        target_layer_ids=(0, 2),
-        num_target_layers=4,
-        mask_token_id=258,
-        layer_types=("full_attention",),
-        sliding_window=None,
-        causal=False,
-        draft_vocab_size=4,
-        max_trained_length=128,
-        target_path=str(folder / "target"),
-        gguf_file=None,
-    )
-    (folder / "run").mkdir()
-    save_config(config, folder / "run" / "config.yaml")
-    # Matrices large enough that the features decide the drafts.
-    drafter = {name: 20 * w if w.dim() > 1 else w for name, w in random_parameters(spec, 0).items()}
-    drafter["draft_vocab_ids"] = frequent_ids(folder / "target", prompts, 4)
-    writer = CheckpointWriter(folder / "run", 1)
-    writer.save(5, drafter, {}, {"drafter": spec.to_dict()})
-    writer.close()
-    return folder / "run"
+from tests.eval_tiny import K, make_prompts, make_run
 
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = [chat(f"prompt {'x' * (3 * i)}", "dropped", system=None if i % 2 else "be brief") for i in range(6)]
-    rows += [chat("one question only"), chat("y" * 150)]  # the last leaves no room for an answer
-    return write_jsonl(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", rows)
+    return make_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, prompts: Path) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"), prompts)
 
 
 def test_whole_evaluation(run: Path, prompts: Path) -> None:
@@ -200,42 +94,6 @@ def test_unusable_input_is_refused(run: Path, prompts: Path, tmp_path: Path) -> 
         evaluate(run, tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match="no prompt leaves room for 200 new tokens"):
         evaluate(run, prompts, max_new_tokens=200)
-
-
-# ---- prompts -------------------------------------------------------------------------------------------------------
-
-
-def test_prompts_end_where_the_assistant_begins(tmp_path: Path) -> None:
-    tokenizer = save_tokenizer(tmp_path)
-    rows = [chat("a", "b"), chat("a"), chat("a", "b", "c"), chat("a", "b", system="s")]
-    rows += [{"conversations": [{"from": "human", "value": "a"}]}]
-    texts = [tokenizer.decode(ids) for ids in load_prompts(write_jsonl(tmp_path / "p.jsonl", rows), tokenizer)]
-    one = "<|start|>user\na<|end|>\n<|start|>assistant\n"
-    assert texts[0] == texts[1] == texts[4] == one
-    assert texts[2] == one + "b<|end|>\n<|start|>user\nc<|end|>\n<|start|>assistant\n"
-    assert texts[3] == "<|start|>system\ns<|end|>\n" + one
-
-
-def test_prompts_have_exactly_one_bos(tmp_path: Path) -> None:
-    tokenizer = save_tokenizer(tmp_path, bos="<|bos|>")
-    path = write_jsonl(tmp_path / "p.jsonl", [chat("a")])
-    assert load_prompts(path, tokenizer)[0].count(tokenizer.bos_token_id) == 1
-    template = tmp_path / "with_bos.jinja"
-    template.write_text("{{ bos_token }}" + TEMPLATE)
-    ids = load_prompts(path, tokenizer, str(template))[0]
-    assert ids[0] == tokenizer.bos_token_id
-    assert ids.count(tokenizer.bos_token_id) == 1
-
-
-def test_bad_prompt_lines_are_named(tmp_path: Path) -> None:
-    tokenizer = save_tokenizer(tmp_path)
-    path = tmp_path / "p.jsonl"
-    path.write_text(json.dumps(chat("a")) + "\n\nnot json\n")
-    with pytest.raises(ValueError, match=r"p\.jsonl:3 is no conversation"):
-        load_prompts(path, tokenizer)
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="must be at least one"):
-        load_prompts(path, tokenizer)
 
 
 # ---- equality with greedy decoding ---------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ def make_run(run_dir: Path, steps: int, *, schedule: bool = True) -> None:
             waits = {("drafter", "ready"): 0.001 * step, ("target-0", "a new cause"): 0.002 * step}
             logger.log(step, epoch=0, jobs_trained=step, lr=1e-3, waits=waits, depths={}, ready_by_bucket={})
         logger.log_validation(steps, counts)
+        logger.log_eval(steps, {"accept_length": 1.5, "acceptance": [0.4, 0.1, 0.0]})
 
 
 # 1: a single record; 150: more steps than columns, the last column narrower.

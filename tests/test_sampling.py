@@ -140,6 +140,33 @@ def test_texts_follow_the_targets_distribution(name: str) -> None:
     assert p_value(counts, other) < 1e-6, "the test tells a slightly different temperature"
 
 
+class Pairs(ToyDrafter):
+    """K = 2: one draft and the bonus token."""
+
+    block_size = 2
+
+    def logits(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        return super().logits(tokens, features)[:1]
+
+
+@pytest.mark.parametrize("draft", ["sampled", "greedy"])
+def test_blocks_of_two_and_texts_that_end(draft: Any) -> None:
+    """With an end token, wherever it falls in a block: every text is cut after its first one."""
+    sampling = Sampling(temperature=1.0, draft=draft)
+    expected: Counter[tuple[int, ...]] = Counter()
+    for text, p in exact(sampling).items():
+        end = text.index(1) + 1 if 1 in text else LENGTH
+        expected[text[:end]] += p  # type: ignore[assignment]
+    for drafter in (Pairs(), ToyDrafter()):
+        target, sampler = ToyTarget(), Sampler(sampling, torch.Generator().manual_seed(1))
+        counts: Counter[tuple[int, ...]] = Counter()
+        for _ in range(6000):
+            result = speculate(target, drafter, PROMPT, max_new_tokens=LENGTH, eos_ids={1}, sampler=sampler)
+            assert sum(a + 1 for a in result.accepts) <= len(result.tokens) - 1
+            counts[result.tokens] += 1
+        assert p_value(counts, dict(expected)) > 1e-3
+
+
 def _no_residual(p: Tensor, q: Tensor) -> Tensor:
     return p
 
@@ -242,7 +269,7 @@ def test_a_models_texts_follow_its_full_forwards(model: Any, draft: Any) -> None
         expected = longer
     assert len(expected) == 27
     drafter, counts = make_drafter(model), Counter[tuple[int, ...]]()
-    for i in range(700):
+    for i in range(500):
         sampler = sampling.sampler("test", i, CPU)
         result = speculative_decode(model, drafter, prompt, max_new_tokens=3, eos_ids=(), sampler=sampler)
         counts[result.tokens] += 1

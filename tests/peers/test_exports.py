@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from dflash_graph.cached_target import CachedTarget
 from dflash_graph.config import TargetConfig
-from dflash_graph.decoding import CachedTarget, speculative_decode
 from dflash_graph.drafter import DrafterSpec
+from dflash_graph.evaluation import evaluate
 from dflash_graph.export import export
 from dflash_graph.plain_drafter import PlainDrafter
 from dflash_graph.released import Released, read_released
 from dflash_graph.serving_layouts import ServedTarget, differences, reduced_head, write_servable
 from dflash_graph.target import load_full_model
 from dflash_graph.training import train
+from tests.peers import compare_eval
+from tests.peers.compare_eval import compare
 from tests.peers.environment import python_of, run_jobs
 from tests.tiny import SIZES, SPECIAL, WORDS, make_tiny, tiny_config
 from tests.toys import FULL, SLIDING, random_tensors, toy_spec
@@ -187,31 +190,70 @@ def test_a_drafter_that_zlab_wrote_is_read_and_agrees(
 
 
 def test_zlab_decodes_a_trained_export_as_our_evaluation_does(target: Path, tmp_path: Path) -> None:
-    """The same tokens and the same accepted drafts, verification by verification."""
+    """The same tokens and the same accepted drafts, verification by verification, and so the same accept_length."""
     python_of("dflash")
     run = tmp_path / "run"
     train(tiny_config(target, run, "epochs=14", "log.every=1000", "log.validate_every=1000", "checkpoint.every=1000"))
     folder = export(run, output=tmp_path / "hf").folder
-    prompts = [TOKENS[:n] for n in (3, 11, 24)]
-    job = {"action": "generate", "folder": str(folder), "prompts": prompts, "max_new_tokens": 60, "stop_ids": [2]}
-    theirs = run_jobs("dflash", target / "model", tmp_path, {"generated": job})["generated"]
-    found = read_released(folder)
-    model = load_full_model(TargetConfig(path=str(target / "model")), torch.device("cpu"), torch.float32)
-    drafter = PlainDrafter(
-        found.spec,
-        found.tensors,
-        embed_weight=model.get_input_embeddings().weight,
-        head_weight=model.get_output_embeddings().weight,
+    result = compare(
+        folder,
+        target / "heldout.jsonl",
+        tmp_path,
+        target=TargetConfig(path=str(target / "model"), dtype="float32"),
+        limit=None,
+        max_new_tokens=60,
     )
-    accepts: list[int] = []
-    for i, prompt in enumerate(prompts):
-        ours = speculative_decode(model, drafter, prompt, max_new_tokens=60, eos_ids={2})
-        assert list(ours.tokens) == theirs[f"tokens.{i}"].tolist()
-        # Ours does not count a verification whose block reaches past the limit; the first ones are all counted.
-        produced = theirs[f"accepts.{i}"].tolist()
-        assert [1 + a for a in ours.accepts] == produced[: len(ours.accepts)]
-        accepts += ours.accepts
+    assert result.faults == ()
+    assert len(result.near_ties) <= 1
+    assert result.our_length == result.their_length > 1.5
+    assert result.num_tokens > 200
+    accepts = [a for text in result.report.texts for a in text.accepts]
     assert len(set(accepts)) > 2, f"a drafter that always accepts as many would prove little; found {accepts}"
+    if not result.near_ties:
+        assert result.report.drafter.accept_length == result.their_length
+
+
+def test_an_untrained_export_decodes_the_same_tokens(target: Path, tmp_path: Path) -> None:
+    python_of("dflash")
+    folder = tmp_path / "random"
+    _write(folder, target)
+    target_config = TargetConfig(path=str(target / "model"), dtype="float32")
+    result = compare(folder, target / "heldout.jsonl", tmp_path, target=target_config, limit=3, max_new_tokens=30)
+    assert (result.faults, result.our_length) == ((), result.their_length)
+
+
+def test_a_difference_is_found(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another token, and another number of accepted drafts, each in one text."""
+    python_of("dflash")
+    folder = tmp_path / "random"
+    _write(folder, target)
+
+    def spoiled(*args: Any) -> dict[str, dict[str, Tensor]]:
+        found = run_jobs(*args)
+        found["generated"]["tokens.1"][5] += 1
+        found["generated"]["accepts.2"][0] += 1
+        return found
+
+    monkeypatch.setattr(compare_eval, "run_jobs", spoiled)
+    target_config = TargetConfig(path=str(target / "model"), dtype="float32")
+    result = compare(folder, target / "heldout.jsonl", tmp_path, target=target_config, limit=3, max_new_tokens=30)
+    assert [fault.split(" ")[0] for fault in result.faults] == ["heldout/1", "heldout/2"]
+    assert "DIFFERENT" in str(result)
+
+
+def test_our_evaluation_reads_what_the_packages_wrote(
+    target: Path,
+    from_zlab: tuple[Path, dict[str, dict[str, Tensor]]],
+    from_speculators: tuple[Path, dict[str, dict[str, Tensor]]],
+) -> None:
+    """`evaluate` on folders of z-lab's and speculators' own writers, by the folder alone and the target's path."""
+    model = TargetConfig(path=str(target / "model"), dtype="float32")
+    for folder in (from_zlab[0] / "theirs", from_speculators[0] / "their full", from_speculators[0] / "their reduced"):
+        report = evaluate(folder, target / "heldout.jsonl", target=model, limit=3, max_new_tokens=20)
+        assert (report.num_prompts, report.block_size, report.near_ties) == (3, K, ())
+        assert report.drafter.num_verifications > 10
+    report = evaluate(from_speculators[0] / "their full", target / "heldout.jsonl", limit=1, max_new_tokens=20)
+    assert report.num_prompts == 1, "that layout names its target"
 
 
 # ---- speculators ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,289 @@
+"""A feature store: a folder of shards whose rows are found by the hash of their token ids.
+
+Owns the folder: `store.json` (what all rows are features of) and `shards/`. Rows are keyed by content, so that another
+budget, bucket set, order, block size, or a grown data set reuses them. Several processes may read and write it at once:
+a shard appears whole or not at all, and a row that was written twice is read from the first. Called by everything that
+reads or writes features on disk; what a run does with them is the matter of `store_worker.py`.
+"""
+
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_graph.store_identity import StoreSpec
+from dflash_graph.store_shard import (
+    FORMAT,
+    SUFFIX,
+    VERSION,
+    DamagedStoreError,
+    Shard,
+    StoredRow,
+    remove_unfinished,
+    write_shard,
+)
+
+_RESERVE = 64 << 20  # bytes of the disk that a store leaves alone
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class StoreFullError(RuntimeError):
+    """The disk took no more; whole shards were kept."""
+
+
+class FeatureStore:
+    """An open store.
+
+    Attributes:
+        spec: what its rows are features of.
+        damaged: what is wrong with the shards that could not be opened, if it was opened with `keep_going`.
+
+    Raises:
+        ValueError: the folder is no store. DamagedStoreError: a shard is damaged or foreign.
+    """
+
+    def __init__(self, folder: Path | str, *, keep_going: bool = False) -> None:
+        self.folder = Path(folder)
+        self.spec = read_spec(self.folder)
+        self.shards: list[Shard] = []
+        self.damaged: dict[Path, str] = {}
+        self._keep_going = keep_going
+        self._known: set[str] = set()
+        self._index: dict[bytes, tuple[int, int]] = {}  # shard and row of a key
+        self._lock = threading.Lock()
+        self.refresh()
+
+    @classmethod
+    def open(cls, folder: Path | str, spec: StoreSpec, *, create: bool = False) -> "FeatureStore":
+        """Open the store of `spec`; with `create`, make an empty one where there is none.
+
+        Raises:
+            ValueError: the store belongs to something else; every difference is named.
+        """
+        folder = Path(folder)
+        if create and not (folder / "store.json").exists():
+            _make(folder, spec)
+        store = cls(folder)
+        if found := store.spec.differences(spec):
+            raise ValueError(
+                f"store {folder} must hold features of this run's target and taps; {'; '.join(found)}. Choose another "
+                "features.path, or set the run to what the store holds"
+            )
+        return store
+
+    def refresh(self) -> None:
+        """Take in shards that other writers have added.
+
+        Raises:
+            DamagedStoreError: one of them is damaged or foreign.
+        """
+        with self._lock:
+            for path in sorted((self.folder / "shards").glob("*" + SUFFIX)):
+                if path.name not in self._known:
+                    self._add(path)
+
+    def _add(self, path: Path) -> None:
+        try:
+            shard = Shard(path, self.spec)
+        except DamagedStoreError as error:
+            if not self._keep_going:
+                raise
+            self.damaged[path] = str(error)
+        else:
+            for row, key in enumerate(shard.keys):
+                self._index.setdefault(key, (len(self.shards), row))
+            self.shards.append(shard)
+        self._known.add(path.name)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all shards."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Keys of all rows."""
+        return iter(list(self._index))
+
+    def token_ids(self, key: bytes) -> NDArray[np.int32]:
+        """(n,) int32 of a row."""
+        shard, row = self._index[key]
+        return self.shards[shard].row_tokens(row)
+
+    def read(self, key: bytes, values: NDArray[np.uint8], exponents: NDArray[np.int8] | None) -> None:
+        """Read one row, checked, into contiguous (n, bytes) and, for fp8, (n, N) arrays. Any thread may.
+
+        Raises:
+            DamagedStoreError: names the file; KeyError: there is no such row.
+        """
+        shard, row = self._index[key]
+        here = self.shards[shard]
+        if here.offsets[row + 1] - here.offsets[row] != len(values):
+            raise DamagedStoreError(
+                f"store file {here.path}: row {row} has {here.offsets[row + 1] - here.offsets[row]} tokens, needed are "
+                f"{len(values)}: two rows have one hash"
+            )
+        here.read(row, values, exponents)
+
+    def __str__(self) -> str:
+        spec = self.spec
+        return (
+            f"store     {self.folder}: {len(self)} rows, {self.num_tokens} tokens, {gib(self.nbytes)} in "
+            f"{len(self.shards)} shards; {spec.dtype}, {spec.bytes_per_token} bytes per token, taps "
+            f"{list(spec.target_layer_ids)} x {spec.hidden_size} of {spec.target}"
+        )
+
+
+def gib(num_bytes: int) -> str:
+    """In words, with a unit that shows something."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes / 2**20:.2f} MiB"
+
+
+def free_space(folder: Path) -> int:
+    """Bytes that a store in this folder, which need not exist yet, may grow by as the disk stands now."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return max(0, shutil.disk_usage(place).free - _RESERVE)
+
+
+def read_spec(folder: Path) -> StoreSpec:
+    """What the rows of the store in `folder` are features of.
+
+    Raises:
+        ValueError: the folder is no store, or its `store.json` is damaged.
+    """
+    path = folder / "store.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if (values["format"], values["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"format {values['format']}, version {values['version']}")
+        spec = StoreSpec.from_dict(values["spec"])
+        if spec.fingerprint != values["fingerprint"]:
+            raise ValueError("it was changed")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"features.path must name a feature store; {path} cannot be read as one ({error}). `dflash-graph store "
+            "build` makes it"
+        ) from None
+    return spec
+
+
+def _make(folder: Path, spec: StoreSpec) -> None:
+    """Write `store.json`, whole or not at all; of several processes that try, one wins."""
+    try:
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / "shards").is_dir():
+            raise ValueError(f"features.path must name a store, or a new or empty folder; {folder} holds other files")
+        (folder / "shards").mkdir(parents=True, exist_ok=True)
+        values = {"format": FORMAT, "version": VERSION, "fingerprint": spec.fingerprint, "spec": asdict(spec)}
+        temporary = folder / f"store.json.{uuid.uuid4().hex}"
+        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        try:
+            os.link(temporary, folder / "store.json")
+        except FileExistsError:
+            pass
+        finally:
+            temporary.unlink()
+    except OSError as error:
+        raise ValueError(f"features.path must be a folder that can be written; {folder}: {error}") from None
+
+
+class StoreWriter:
+    """Collects rows and writes them as shards; any thread may add. What is not flushed is lost with the process.
+
+    Args:
+        shard_bytes: a shard is written once its rows reach this size. flush_s: or once the first waits for so long.
+        origin: what makes the features, kept in each shard.
+    """
+
+    def __init__(
+        self, store: FeatureStore, *, origin: dict[str, Any], shard_bytes: int = 1 << 30, flush_s: float = 60.0
+    ) -> None:
+        self._store, self._origin, self._shard_bytes, self._flush_s = store, origin, shard_bytes, flush_s
+        self._rows: dict[bytes, StoredRow] = {}
+        self._bytes, self._since = 0, 0.0
+        self._lock = threading.RLock()
+        self.num_rows = self.num_bytes = 0  # on disk
+        remove_unfinished(store.folder / "shards")
+
+    def pending(self, key: bytes) -> StoredRow | None:
+        """A row that was added and may not be on disk yet."""
+        return self._rows.get(key)
+
+    def add(self, row: StoredRow) -> None:
+        """Take a row, whose arrays must not change any more; one that is there already is dropped.
+
+        Raises:
+            StoreFullError: a shard could not be written for want of space.
+        """
+        with self._lock:
+            if row.key in self._rows or row.key in self._store:
+                return
+            if not self._rows:
+                self._since = time.monotonic()
+            self._rows[row.key] = row
+            self._bytes += row.nbytes
+            if self._bytes >= self._shard_bytes or time.monotonic() - self._since >= self._flush_s:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what was added as a shard.
+
+        Raises:
+            StoreFullError: the disk is full; the rows are given up, and what stood there before is whole.
+        """
+        with self._lock:
+            if not self._rows:
+                return
+            rows, size = list(self._rows.values()), self._bytes
+            name = f"{time.time_ns():016x}-{uuid.uuid4().hex[:8]}"
+            try:
+                write_shard(self._store.folder / "shards", name, self._store.spec, rows, self._origin)
+                self._store.refresh()
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                raise StoreFullError(
+                    f"the disk of store {self._store.folder} is full ({os.strerror(error.errno)}): {self.num_rows} "
+                    f"rows were added and are kept, the next {len(rows)} rows ({gib(size)}) were not. Free "
+                    "space or move the store; the same command then goes on where this one stopped"
+                ) from None
+            finally:
+                self._rows, self._bytes = {}, 0  # only now: until they are on disk, others read them here
+            self.num_rows += len(rows)
+            self.num_bytes += size
+
+
+def batches(lengths: NDArray[Any], buckets: list[tuple[int, int]]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Rows in groups that one forward pass holds: (row length of the bucket, indices of its rows).
+
+    Args:
+        lengths: (n,) tokens of each row. buckets: (length, rows) of each, ascending by length.
+    """
+    home = np.searchsorted([length for length, _ in buckets], lengths)
+    for bucket, (length, rows) in enumerate(buckets):
+        members = np.flatnonzero(home == bucket)
+        for start in range(0, len(members), rows):
+            yield length, members[start : start + rows]
