@@ -114,8 +114,9 @@ class DataConfig:
         train: files, globs, folders or hub ids of conversations, each a path or the settings of a `SourceConfig`.
         validation: held-out conversations for the teacher-forced validation pass, named likewise (no weights).
         holdout: instead of `validation`: rows of `train` that are held out, as a share of all (0.01) or a number of
-            rows (500). Which ones depends on their prompts alone. With a share, added data moves no row between the
-            sets; with a number, added data may take the place of held-out rows, which then are trained on.
+            rows (500). Which ones depends on their prompts alone, and rows of one prompt are held out together. With a
+            share, added data moves no row between the sets; with a number, added data may take the place of held-out
+            rows, which then are trained on.
         deduplicate: "exact" drops rows whose whole content stood before (Unicode form and white space aside), "prompt"
             rows whose prompt did; over all sources, and against the held-out rows.
         max_length: longest row in tokens.
@@ -517,15 +518,22 @@ class LogConfig:
         top_k_every: top-k accuracies are computed every so many steps.
         validate_every: teacher-forced validation every so many steps; None is at each epoch's end.
         tensorboard: write TensorBoard event files into the run folder.
+        trackers: services that get the same numbers: "wandb", "trackio", "mlflow". Each is configured as its own
+            package says (environment, log-in, offline mode).
+        project: of the trackers. run_name: there; None is the run folder's name.
     """
 
     every: int = 10
     top_k_every: int = 50
     validate_every: int | None = None
     tensorboard: bool = True
+    trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = ()
+    project: str = "dflash_graph"
+    run_name: str | None = None
     progress: bool = True
 
     def __post_init__(self) -> None:
         for name in ("every", "top_k_every", "validate_every"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"log.{name} must be at least 1 step; found {value}")
+        require(len(set(self.trackers)) == len(self.trackers), f"log.trackers repeats one; found {self.trackers}")

@@ -29,6 +29,7 @@ from dflash_graph.counts import (
     merge_counts,
     slowest_rank,
 )
+from dflash_graph.trackers import Trackers
 
 if TYPE_CHECKING:
     from dflash_graph.counters import Counts
@@ -185,6 +186,7 @@ class MetricsLogger:
         total_jobs: of all epochs, for the progress bar.
         bucket_lengths: L of each bucket, ascending.
         step, jobs_trained: where the run starts or resumes.
+        config: the run's settings, for trackers.
         stream: of the progress bar: a bar on a terminal, a line per record elsewhere; default stderr.
     """
 
@@ -197,6 +199,7 @@ class MetricsLogger:
         bucket_lengths: Sequence[int],
         step: int = 0,
         jobs_trained: int = 0,
+        config: Mapping[str, Any] | None = None,
         stream: TextIO | None = None,
     ) -> None:
         folder = Path(run_dir)
@@ -211,6 +214,7 @@ class MetricsLogger:
             # Hides the events that a killed run wrote after the checkpoint.
             purge = step + 1 if step > 0 else 0
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        self._trackers = Trackers(log, folder, config or {})
         self._stream = stream if stream is not None else sys.stderr
         self._bar: Any = None
         if log.progress and self._stream.isatty():
@@ -335,6 +339,7 @@ class MetricsLogger:
         self._file.close()
         if self._board is not None:
             self._board.close()
+        self._trackers.close()
         if self._bar is not None:
             self._bar.close()
 
@@ -350,10 +355,12 @@ class MetricsLogger:
         plain |= {"nonfinite": len(dropped), "time": time.time()}
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
+        scalars = dict(_scalars(plain["kind"], plain))
         if self._board is not None:
-            for tag, value in _scalars(plain["kind"], plain):
+            for tag, value in scalars.items():
                 self._board.add_scalar(tag, value, plain["step"])
             self._board.flush()
+        self._trackers.log(scalars, plain["step"])
         return plain
 
     def _show(self, record: dict[str, Any]) -> None:

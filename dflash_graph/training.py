@@ -35,6 +35,7 @@ from dflash_graph.ranks import Ranks, is_rank, join
 from dflash_graph.serving_layouts import ServedTarget, write_servable
 from dflash_graph.static_buffers import BufferTable, Ring
 from dflash_graph.store_worker import make_feature_workers
+from dflash_graph.trackers import check_installed
 from dflash_graph.trainer import Trainer
 from dflash_graph.workers import Schedules, StartUp, Worker, start_thread
 
@@ -85,6 +86,8 @@ def train(config: Config, *, resume: str = "never", dry_run: bool = False) -> Tr
 
 def _train(config: Config, layout: Layout, ranks: Ranks, resume: str, *, dry_run: bool) -> TrainResult:
     checkpoint = None
+    if ranks.leads:
+        check_installed(config.log)
     with ExitStack() as stack:
         if ranks.leads and not dry_run:
             stack.enter_context(_lock(Path(config.run_dir)))  # before anything in it is read or changed
@@ -232,6 +235,7 @@ class Run:
                 bucket_lengths=[bucket.length for bucket in plan.buckets],
                 step=progress.step,
                 jobs_trained=progress.jobs,
+                config=settings,
             )
         self.dispatcher = Dispatcher(
             self.control,

@@ -9,7 +9,7 @@ and by users.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -169,11 +169,14 @@ _SPECFORGE_REASONS = {
     "training.resume_from": "pass --resume to the command",
     "training.role": "one process does all",
     "training.prompt_seed": "seed decides the order, too",
-    "tracking": "TensorBoard only (log.tensorboard)",
+    "tracking": "log.trackers and log.project; each service is configured as its package says",
     "profiling": "no such setting here",
     "runtime": "the ring's size is schedule.slots",
     "deployment": "devices says where the work runs",
 }
+
+
+_TRACKERS = ("wandb", "trackio", "mlflow")
 
 
 def _specforge(read: dict[str, Any], draft: _Draft, path: Path) -> None:
@@ -204,10 +207,16 @@ def _specforge(read: dict[str, Any], draft: _Draft, path: Path) -> None:
     if kept := keys.get("training.max_checkpoints", 0):
         draft.set("checkpoint.keep", kept)
     tracker = keys.get("tracking.report_to", "none")
-    draft.set("log.tensorboard", tracker == "tensorboard")
-    if tracker not in ("none", "tensorboard"):
-        draft.note(f"tracking.report_to={tracker}: TensorBoard only (log.tensorboard)")
+    _trackers(draft, "tracking.report_to", [] if tracker == "none" else [tracker])
+    draft.set("log.project", keys.get("tracking.wandb_project"))
     _list_rest(keys, draft, _SPECFORGE_REASONS)
+
+
+def _trackers(draft: _Draft, key: str, names: Sequence[str]) -> None:
+    draft.set("log.tensorboard", "tensorboard" in names)
+    draft.set("log.trackers", [name for name in names if name in _TRACKERS] or None)
+    if others := [name for name in names if name not in ("tensorboard", *_TRACKERS)]:
+        draft.note(f"{key}={','.join(others)}: log.trackers knows {', '.join(_TRACKERS)}")
 
 
 def _specforge_drafter(keys: _Keys, draft: _Draft, path: Path) -> None:
@@ -338,9 +347,7 @@ def _speculators(read: dict[str, Any], draft: _Draft, path: Path) -> None:
     draft.set("seed", keys.get("seed", 42))
     draft.set("log.every", keys.get("trainer.log_freq", 1))
     loggers = [name for name in str(keys.get("logging.logger", "")).split(",") if name]
-    draft.set("log.tensorboard", "tensorboard" in loggers)
-    if others := [name for name in loggers if name != "tensorboard"]:
-        draft.note(f"logging.logger={','.join(others)}: TensorBoard only (log.tensorboard)")
+    _trackers(draft, "logging.logger", loggers)
     _speculators_optimizer(keys, draft)
     _list_rest(keys, draft, _SPECULATORS_REASONS)
 

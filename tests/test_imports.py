@@ -18,7 +18,7 @@ ORDER = [
     "data_report", "selection", "data_writer", "token_rows", "mask_token", "data", "held_out_rows", "inspection",
     "schedule", "padding", "dispatch", "ring", "pool", "static_buffers", "memory", "attention", "target",
     "store_codec", "store_identity", "store_shard", "store", "store_target", "store_plan", "kernels", "counters",
-    "drafter", "step", "counts", "metrics", "settings", "serving_layouts", "released", "checkpoint_files",
+    "drafter", "step", "counts", "trackers", "metrics", "settings", "serving_layouts", "released", "checkpoint_files",
     "checkpoint", "initialise", "plain_drafter", "sampling", "cached_target", "decoding", "step_times", "near_ties",
     "drafter_folder", "prompts", "baselines", "report", "evaluation", "eval_plot", "eval_command", "plot", "balance",
     "plan", "layout", "rank_share", "rank_watch", "ranks", "export", "export_command", "prepare_command", "translate",
