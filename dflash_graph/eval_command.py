@@ -8,6 +8,7 @@ Checks what can be checked before anything is loaded, runs the evaluation and pr
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -120,7 +121,9 @@ def _serve(args: argparse.Namespace, target: TargetConfig | None, local: "EvalRe
         max_new_tokens=args.max_new_tokens,
         concurrency=args.concurrency or 1,
         temperature=args.temperature,
+        seed=args.seed or 0,
         local=local,
+        api_key=os.environ.get("OPENAI_API_KEY"),
     )
 
 
