@@ -1,4 +1,4 @@
-"""The command line: `dflash-graph config | prepare | debug | train | eval | export`, also `python -m dflash_graph`.
+"""The command line: `dflash-graph config | prepare | debug | train | eval | export | store`, also `python -m dflash_graph`.
 
 It parses arguments, calls the functions of the same names in Python, and turns an expected error into one clear line
 and exit code 2. Settings come from `--config run.yaml` and `key=value` overrides.
@@ -19,6 +19,7 @@ from dflash_graph.eval_command import add_eval_arguments, run_eval
 from dflash_graph.export_command import add_export_arguments, run_export
 from dflash_graph.prepare_command import add_prepare_arguments, run_prepare
 from dflash_graph.rank_watch import RANK_DIR
+from dflash_graph.regenerate_command import add_regenerate_arguments, run_regenerate
 from dflash_graph.store_command import add_store_arguments, run_store
 from dflash_graph.train_command import add_train_arguments, run_train
 from dflash_graph.translate import add_config_arguments, run_config
@@ -42,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     add_eval_arguments(commands.add_parser("eval", help=text, description=text))
     text = "write a drafter as a folder that servers load"
     add_export_arguments(commands.add_parser("export", help=text, description=text))
+    text = "rewrite the assistant's turns by the target itself"
+    add_regenerate_arguments(commands.add_parser("regenerate", help=text, description=text))
     text = "write, check and fill a store of the target's hidden states"
     add_store_arguments(commands.add_parser("store", help=text, description=text))
     text = "translate another trainer's configuration into one of ours"
@@ -101,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "export": run_export,
             "config": run_config,
             "store": run_store,
+            "regenerate": run_regenerate,
         }
         code = run[args.command](args)
     except ValueError as error:

@@ -21,11 +21,11 @@ ORDER = [
     "drafter", "step", "counts", "trackers", "metrics", "settings", "serving_layouts", "released", "checkpoint_files",
     "checkpoint", "initialise", "plain_drafter", "sampling", "cached_target", "decoding", "step_times", "near_ties",
     "drafter_folder", "prompts", "baselines", "report", "evaluation", "eval_plot", "server_client", "server_eval",
-    "eval_command", "plot", "balance", "plan", "layout", "rank_share", "rank_watch", "ranks", "export",
-    "export_command", "prepare_command", "translate", "handoff", "workers", "store_worker", "store_build",
-    "store_formats", "store_import", "store_compare", "store_verify", "store_command", "held_out", "progress",
-    "rank_checks", "trainer", "training", "launch", "train_command", "debug_checks", "debugging", "__init__",
-    "__main__",
+    "answer_log", "regenerate", "regenerate_command", "eval_command", "plot", "balance", "plan", "layout",
+    "rank_share", "rank_watch", "ranks", "export", "export_command", "prepare_command", "translate", "handoff",
+    "workers", "store_worker", "store_build", "store_formats", "store_import", "store_compare", "store_verify",
+    "store_command", "held_out", "progress", "rank_checks", "trainer", "training", "launch", "train_command",
+    "debug_checks", "debugging", "__init__", "__main__",
 ]  # fmt: skip
 
 
