@@ -1,4 +1,4 @@
-"""The command line: `dflash-graph config | prepare | debug | train | eval | export | store`, also `python -m dflash_graph`.
+"""The command line: `dflash-graph config | prepare | debug | train | eval | export | store`, or `python -m ...`.
 
 It parses arguments, calls the functions of the same names in Python, and turns an expected error into one clear line
 and exit code 2. Settings come from `--config run.yaml` and `key=value` overrides.

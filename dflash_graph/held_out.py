@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -25,7 +24,7 @@ from dflash_graph.evaluation import Prompt, eos_ids, fitting_prompts
 from dflash_graph.near_ties import NEAR_TIE_GAP, check_greedy
 from dflash_graph.plain_drafter import PlainDrafter
 from dflash_graph.plan import RunPlan
-from dflash_graph.prompts import PromptSet, load_prompt_sets
+from dflash_graph.prompts import PromptSet, load_prompt_sets, prompt_of
 from dflash_graph.ranks import Ranks
 from dflash_graph.report import Acceptance, summarise
 from dflash_graph.target import Target, load_full_model
@@ -224,14 +223,7 @@ class HeldOut:
 
 def _prompts_of(rows: TokenRows, count: int) -> PromptSet:
     """Prompts from rows of tokens: each up to the last stretch that is supervised, which is its last answer."""
-    prompts = []
-    for i in range(min(count, len(rows))):
-        tokens, mask = rows.row(i)
-        supervised = np.flatnonzero(mask)
-        start = int(supervised[-1]) if len(supervised) else 0
-        while start > 0 and mask[start - 1]:
-            start -= 1
-        prompts.append(tokens[: max(1, start)].tolist())
+    prompts = [prompt_of(*(x.tolist() for x in rows.row(i))) for i in range(min(count, len(rows)))]
     return PromptSet(name="validation", path="validation", prompts=prompts, messages=[[] for _ in prompts])
 
 

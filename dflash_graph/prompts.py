@@ -76,16 +76,20 @@ def _name_and_source(spec: str) -> tuple[str, str]:
 class _Reader:
     def __init__(self, tokenizer: Any, chat_template: str | None) -> None:
         self.tokenizer = tokenizer
-        self.template = read_template(tokenizer, chat_template)
-        self.encoder = ChatEncoder(tokenizer, self.template)
+        has_none = chat_template is None and not getattr(tokenizer, "chat_template", None)
+        self.template = None if has_none else read_template(tokenizer, chat_template)
+        encoder = ChatEncoder(tokenizer, self.template or "")
+        self.bos_token_id = encoder.bos_token_id if encoder.adds_bos else None
 
     def read(self, name: str, source: str, limit: int | None) -> PromptSet:
         prompts, messages = [], []
         try:
             rows = islice(open_source(source), limit)
             for raw in rows:
-                turns = _conversation(raw)
-                prompts.append(self._ids(turns, raw.where))
+                ids, turns = self._prompt(raw)
+                if not ids:
+                    raise ValueError(f"{raw.where}: a prompt must have at least one token; this one has none")
+                prompts.append(ids)
                 messages.append(turns)
         except ValueError as error:
             raise ValueError(f"prompts of set {name} cannot be used: {error}") from None
@@ -93,29 +97,54 @@ class _Reader:
             raise ValueError(f"prompts of set {name} must be at least one; {source} holds none")
         return PromptSet(name=name, path=source, prompts=prompts, messages=messages)
 
-    def _ids(self, turns: list[dict[str, Any]], where: str) -> list[int]:
-        """The conversation and the generation prompt, with exactly one BOS where the tokenizer adds one."""
+    def _prompt(self, raw: RawRow) -> tuple[list[int], list[dict[str, Any]]]:
+        """Token ids and, of a conversation, the messages, up to where the last answer would begin."""
+        try:
+            row: Any = _parse(raw)
+        except RowError as error:
+            raise ValueError(f"{raw.where} is no conversation: {error}") from None
+        if hasattr(row, "messages"):
+            turns = [dict(message) for message in row.messages]
+            turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
+            return self._tokenise(self._render(turns, getattr(row, "tools", None), raw.where)), turns
+        if hasattr(row, "tokens"):
+            return prompt_of(row.tokens, row.loss_mask), []
+        return self._tokenise(row.prompt if hasattr(row, "prompt") else row.text), []
+
+    def _render(self, turns: list[dict[str, Any]], tools: list[Any] | None, where: str) -> str:
+        """The conversation and the generation prompt."""
+        if self.template is None:
+            raise ValueError(f"{where} is a conversation, and the tokenizer has no chat template: name one")
+        declared = {} if tools is None else {"tools": tools}
         try:
             text = self.tokenizer.apply_chat_template(
-                turns, chat_template=self.template, tokenize=False, add_generation_prompt=True
+                turns, chat_template=self.template, tokenize=False, add_generation_prompt=True, **declared
             )
         except Exception as error:  # a template may raise anything on a conversation it does not like
             raise ValueError(f"{where}: the chat template cannot render it: {error}") from error
+        return str(text)
+
+    def _tokenise(self, text: str) -> list[int]:
+        """Token ids, with exactly one BOS where the tokenizer adds one."""
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        if self.encoder.adds_bos and ids[:1] != [self.encoder.bos_token_id]:
-            ids.insert(0, self.encoder.bos_token_id or 0)
-        if not ids:
-            raise ValueError(f"{where}: a prompt must have at least one token; this one has none")
+        if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            ids.insert(0, self.bos_token_id)
         return ids
 
 
-def _conversation(raw: RawRow) -> list[dict[str, Any]]:
-    """The messages of a row up to where the assistant would answer last."""
-    try:
-        messages = [dict(message) for message in _parse(raw).messages]
-    except RowError as error:
-        raise ValueError(f"{raw.where} is no conversation: {error}") from None
-    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+def prompt_of(tokens: Sequence[int], loss_mask: Sequence[int]) -> list[int]:
+    """A row's tokens up to its last supervised stretch, which is its last answer; all where there is none.
+
+    At least one token, even of a row that is supervised throughout.
+    """
+    if not any(loss_mask):
+        return [int(token) for token in tokens]
+    start = len(tokens)
+    while start and not loss_mask[start - 1]:
+        start -= 1
+    while start and loss_mask[start - 1]:
+        start -= 1
+    return [int(token) for token in tokens[: max(1, start)]]
 
 
 def _parse(raw: RawRow) -> Row:
@@ -131,11 +160,15 @@ def _parse(raw: RawRow) -> Row:
 
 
 def _with_answer(row: Any) -> Any:
-    """The row with a placeholder answer if its conversation is one question: rows to train on need an answer."""
+    """The row with a placeholder answer where it has none: rows to train on need one."""
     for key in ("messages", "conversations"):
         turns = row.get(key) if isinstance(row, dict) else None
         if isinstance(turns, list) and turns and isinstance(turns[-1], dict):
             last = turns[-1]
             if last.get("role", last.get("from")) in ("user", "human"):
                 return {**row, key: [*turns, {"role": "assistant", "content": "-"}]}
+    if isinstance(row, dict) and "prompt" in row and row.get("completion") is None:
+        prompt = row["prompt"]
+        answer = "-" if isinstance(prompt, str) else [{"role": "assistant", "content": "-"}]
+        return {**row, "completion": answer}
     return row

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class FeatureStore:
         self.folder = Path(folder)
         self.spec = read_spec(self.folder)
         self.shards: list[Shard] = []
-        self.damaged: dict[Path, str] = {}
+        self.damaged: dict[Path, DamagedStoreError] = {}
         self._keep_going = keep_going
         self._known: set[str] = set()
         self._index: dict[bytes, tuple[int, int]] = {}  # shard and row of a key
@@ -98,7 +99,7 @@ class FeatureStore:
         except DamagedStoreError as error:
             if not self._keep_going:
                 raise
-            self.damaged[path] = str(error)
+            self.damaged[path] = error
         else:
             for row, key in enumerate(shard.keys):
                 self._index.setdefault(key, (len(self.shards), row))
@@ -125,7 +126,11 @@ class FeatureStore:
         return iter(list(self._index))
 
     def token_ids(self, key: bytes) -> NDArray[np.int32]:
-        """(n,) int32 of a row."""
+        """(n,) int32 of a row, read and checked.
+
+        Raises:
+            DamagedStoreError: names the file; KeyError: there is no such row.
+        """
         shard, row = self._index[key]
         return self.shards[shard].row_tokens(row)
 
@@ -211,11 +216,17 @@ def _make(folder: Path, spec: StoreSpec) -> None:
 
 
 class StoreWriter:
-    """Collects rows and writes them as shards; any thread may add. What is not flushed is lost with the process.
+    """Collects rows and writes them as shards, in a thread of its own; any thread may add.
+
+    At most two shards of rows are in memory, one of them on its way to disk. What is not flushed is lost with the
+    process.
 
     Args:
         shard_bytes: a shard is written once its rows reach this size. flush_s: or once the first waits for so long.
         origin: what makes the features, kept in each shard.
+
+    Attributes:
+        num_rows, num_bytes: on disk.
     """
 
     def __init__(
@@ -223,57 +234,82 @@ class StoreWriter:
     ) -> None:
         self._store, self._origin, self._shard_bytes, self._flush_s = store, origin, shard_bytes, flush_s
         self._rows: dict[bytes, StoredRow] = {}
+        self._going: dict[bytes, StoredRow] = {}  # on their way to disk
         self._bytes, self._since = 0, 0.0
-        self._lock = threading.RLock()
-        self.num_rows = self.num_bytes = 0  # on disk
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
+        self._write_in_flight: Future[None] | None = None
+        self.num_rows = self.num_bytes = 0
         remove_unfinished(store.folder / "shards")
 
     def pending(self, key: bytes) -> StoredRow | None:
-        """A row that was added and may not be on disk yet."""
-        return self._rows.get(key)
+        """A row that was added and may not be on disk yet. One that is not pending any more is in the store."""
+        return self._rows.get(key) or self._going.get(key)
 
     def add(self, row: StoredRow) -> None:
         """Take a row, whose arrays must not change any more; one that is there already is dropped.
 
         Raises:
-            StoreFullError: a shard could not be written for want of space.
+            StoreFullError: an earlier shard could not be written for want of space.
         """
         with self._lock:
-            if row.key in self._rows or row.key in self._store:
+            if self.pending(row.key) is not None or row.key in self._store:
                 return
             if not self._rows:
                 self._since = time.monotonic()
             self._rows[row.key] = row
             self._bytes += row.nbytes
             if self._bytes >= self._shard_bytes or time.monotonic() - self._since >= self._flush_s:
-                self.flush()
+                self._start()
 
     def flush(self) -> None:
-        """Write what was added as a shard.
+        """Write what was added, and wait until it is on disk.
 
         Raises:
             StoreFullError: the disk is full; the rows are given up, and what stood there before is whole.
         """
         with self._lock:
-            if not self._rows:
-                return
-            rows, size = list(self._rows.values()), self._bytes
+            if self._rows:
+                self._start()
+            self._finish()
+
+    def _start(self) -> None:
+        """Send the rows collected on their way, when those before have arrived."""
+        self._finish()
+        # In this order: whoever looks meanwhile finds a row in one place or the other.
+        self._going = self._rows
+        self._rows, self._bytes = {}, 0
+        self._write_in_flight = self._thread.submit(self._write, self._going)
+
+    def _finish(self) -> None:
+        write, self._write_in_flight = self._write_in_flight, None
+        if write is None:
+            return
+        try:
+            write.result()
+        except BaseException:
+            self._rows, self._bytes = {}, 0
+            raise
+
+    def _write(self, rows: dict[bytes, StoredRow]) -> None:
+        size, folder = sum(row.nbytes for row in rows.values()), self._store.folder
+        try:
             name = f"{time.time_ns():016x}-{uuid.uuid4().hex[:8]}"
-            try:
-                write_shard(self._store.folder / "shards", name, self._store.spec, rows, self._origin)
-                self._store.refresh()
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                raise StoreFullError(
-                    f"the disk of store {self._store.folder} is full ({os.strerror(error.errno)}): {self.num_rows} "
-                    f"rows were added and are kept, the next {len(rows)} rows ({gib(size)}) were not. Free "
-                    "space or move the store; the same command then goes on where this one stopped"
-                ) from None
-            finally:
-                self._rows, self._bytes = {}, 0  # only now: until they are on disk, others read them here
+            write_shard(folder / "shards", name, self._store.spec, list(rows.values()), self._origin)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise StoreFullError(
+                f"the disk of store {folder} is full ({os.strerror(error.errno)}): {self.num_rows} rows were added and "
+                f"are kept, the next {len(rows)} rows ({gib(size)}) were not. Free space or move the store; the same "
+                "command then goes on where this one stopped"
+            ) from None
+        else:
+            self._store.refresh()
             self.num_rows += len(rows)
             self.num_bytes += size
+        finally:
+            self._going = {}  # only now: until they are in the store, others find them here
 
 
 def batches(lengths: NDArray[Any], buckets: list[tuple[int, int]]) -> Iterator[tuple[int, NDArray[np.int64]]]:

@@ -65,7 +65,11 @@ def build_store(config: Config, *, part: tuple[int, int] = (0, 1), partial: bool
         rows = rows[: int(np.searchsorted(cost, limit, side="right"))]
     writer = StoreWriter(store, origin=origin_of(plan), shard_bytes=config.features.shard_mib << 20)
     if rows:
-        _write(plan, rows, writer)
+        try:
+            _write(plan, rows, writer)
+        except KeyboardInterrupt:
+            writer.flush()
+            raise
     return BuildReport(
         written_rows=writer.num_rows,
         written_bytes=writer.num_bytes,

@@ -27,7 +27,15 @@ _ITEM_BYTES = {"I64": 8, "I32": 4, "I8": 1, "F32": 4, "BF16": 2, "F8_E4M3": 1}
 
 
 class DamagedStoreError(ValueError):
-    """A file of a store is not what was written, or belongs to another store; the message names it."""
+    """A file of a store is not what was written, cannot be read, or belongs to another store; the message names it.
+
+    Attributes:
+        removable: its content is damaged, so that nothing is lost with it.
+    """
+
+    def __init__(self, message: str, *, removable: bool = True) -> None:
+        super().__init__(message)
+        self.removable = removable
 
 
 def row_key(token_ids: NDArray[Any]) -> bytes:
@@ -74,10 +82,10 @@ def write_shard(folder: Path, name: str, spec: StoreSpec, rows: Sequence[StoredR
         "keys": np.frombuffer(b"".join(row.key for row in rows), "<i8"),
         "checksums": np.array([row_checksum(row.values, row.exponents) for row in rows], "<u8").view("<i8"),
         "offsets": np.concatenate([[0], np.cumsum([len(row.token_ids) for row in rows])]).astype("<i8"),
-        "token_ids": np.concatenate([row.token_ids for row in rows]).astype("<i4"),
     }
     front = b"".join(array.tobytes() for array in table.values())
-    num_tokens = len(table["token_ids"])
+    token_ids = np.concatenate([row.token_ids for row in rows]).astype("<i4")
+    num_tokens = len(token_ids)
     made_by = json.dumps(origin)
     header = _header(spec, len(rows), num_tokens, xxhash.xxh3_64_hexdigest(front + made_by.encode()), made_by)
     path = folder / (name + SUFFIX)
@@ -86,6 +94,7 @@ def write_shard(folder: Path, name: str, spec: StoreSpec, rows: Sequence[StoredR
         with unfinished.open("xb", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # while its writer lives, nobody clears it away
             _write(file.fileno(), header + front)
+            _write(file.fileno(), token_ids.data)
             for row in rows:
                 _write(file.fileno(), row.values.data)
             for row in rows:
@@ -155,7 +164,8 @@ class Shard:
     """A shard that is whole and of this store; opened by reading its table.
 
     Attributes:
-        keys: of its rows. offsets: (r + 1,) int64 in tokens. checksums: (r,) uint64. token_ids: (n,) int32.
+        keys: of its rows. offsets: (r + 1,) int64 in tokens. checksums: (r,) uint64. Token ids stay on disk: those of a
+            large store are gigabytes.
         origin: what made its features.
 
     Raises:
@@ -170,7 +180,9 @@ class Shard:
             size = path.stat().st_size
         except DamagedStoreError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        except OSError as error:
+            raise self._unreadable(error) from None
+        except (ValueError, KeyError, TypeError, struct.error) as error:
             raise DamagedStoreError(self._say(f"its header cannot be read ({error})")) from None
         if size != self._end:
             raise DamagedStoreError(self._say(f"it has {size} bytes instead of {self._end}"))
@@ -186,20 +198,24 @@ class Shard:
         if metadata["format"] != FORMAT or metadata["version"] != VERSION:
             raise ValueError(f"format {metadata['format']} {metadata['version']}")
         if metadata["store"] != self._spec.fingerprint:
-            raise DamagedStoreError(self._say("it belongs to another store: another target, other taps or dtype"))
+            raise DamagedStoreError(
+                f"store file {self.path} belongs to another store: of another target, other taps or another dtype. "
+                "Move it back to its own",
+                removable=False,
+            )
         num_rows, num_tokens = header["keys"]["shape"][0], header["token_ids"]["shape"][0]
         if length + text != _header(self._spec, num_rows, num_tokens, metadata["table"], metadata["origin"]):
             raise ValueError("its entries contradict each other")
-        front = read(header["token_ids"]["data_offsets"][1])
+        front = read(header["offsets"]["data_offsets"][1])
         if xxhash.xxh3_64_hexdigest(front + metadata["origin"].encode()) != metadata["table"]:
             raise ValueError("its table differs from its checksum")
-        starts = [header[name]["data_offsets"][0] for name in ("keys", "checksums", "offsets", "token_ids")]
+        starts = [header[name]["data_offsets"][0] for name in ("keys", "checksums", "offsets")]
         keys = front[: 16 * num_rows]
         self.keys = [keys[i : i + 16] for i in range(0, len(keys), 16)]
         self.checksums = np.frombuffer(front, "<u8", num_rows, starts[1])
         self.offsets = np.frombuffer(front, "<i8", num_rows + 1, starts[2])
-        self.token_ids = np.frombuffer(front, "<i4", num_tokens, starts[3])
         self.origin: dict[str, Any] = json.loads(metadata["origin"])
+        self._token_ids_at = 8 + size + header["token_ids"]["data_offsets"][0]
         self._features_at = 8 + size + header["features"]["data_offsets"][0]
         self._exponents_at = 8 + size + header["features"]["data_offsets"][1]
         last = "exponents" if "exponents" in header else "features"
@@ -211,20 +227,35 @@ class Shard:
             "--remove` takes such files out; `store build` then writes their rows again"
         )
 
+    def _unreadable(self, error: OSError) -> DamagedStoreError:
+        return DamagedStoreError(
+            f"store file {self.path} cannot be read: {error.strerror}. Check the disk and the file's permissions",
+            removable=False,
+        )
+
     def __len__(self) -> int:
         return len(self.keys)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return int(self.offsets[-1])
 
     @property
     def nbytes(self) -> int:
         return self._end
 
     def row_tokens(self, row: int) -> NDArray[np.int32]:
-        """(n,) int32 token ids of a row."""
-        return self.token_ids[self.offsets[row] : self.offsets[row + 1]]
+        """(n,) int32 token ids of a row, read and checked."""
+        start, end = int(self.offsets[row]), int(self.offsets[row + 1])
+        token_ids = np.empty(end - start, "<i4")
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                self._read_at(file.fileno(), token_ids.data.cast("B"), self._token_ids_at + 4 * start)
+        except OSError as error:
+            raise self._unreadable(error) from None
+        if row_key(token_ids) != self.keys[row]:
+            raise DamagedStoreError(self._say(f"the tokens of its row {row} of {len(self)} are not those of its key"))
+        return token_ids
 
     def read(self, row: int, values: NDArray[np.uint8], exponents: NDArray[np.int8] | None) -> None:
         """Read a row's features into contiguous (n, bytes) and, for fp8, (n, N) arrays, and check them.
@@ -239,7 +270,7 @@ class Shard:
                 if exponents is not None:
                     self._read_at(file.fileno(), exponents.data.cast("B"), self._exponents_at + start * taps)
         except OSError as error:
-            raise DamagedStoreError(self._say(f"it cannot be read ({error})")) from None
+            raise self._unreadable(error) from None
         if row_checksum(values, exponents) != self.checksums[row]:
             raise DamagedStoreError(self._say(f"its row {row} of {len(self)} differs from its checksum"))
 

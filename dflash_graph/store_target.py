@@ -61,7 +61,8 @@ def read_head(config: TargetConfig) -> tuple[Tensor, Tensor] | None:
     files = weight_files(config)
     if config.gguf_file is not None or any(path.suffix != ".safetensors" for path in files):
         return None
-    names = _names(config)
+    if (names := _names(config)) is None:
+        return None
     tensors = {name: _read(files, name) for name in names}
     embed, head = tensors[names[0]], tensors[names[1]]
     facts = read_facts(config)
@@ -74,12 +75,15 @@ def read_head(config: TargetConfig) -> tuple[Tensor, Tensor] | None:
     return embed, embed if facts.tied else head
 
 
-def _names(config: TargetConfig) -> tuple[str, str]:
-    """Parameter names of embedding and head, from a model without memory."""
+def _names(config: TargetConfig) -> tuple[str, str] | None:
+    """Parameter names of embedding and head, from a model without memory; None where none can be made."""
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     settings = AutoConfig.from_pretrained(config.path, revision=config.revision, **options)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, **options)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings, **options)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # code that cannot build without memory
+        return None
     found = []
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         names = [name for name, other in model.named_modules() if other is module]

@@ -13,7 +13,7 @@ import torch
 
 from dflash_graph.store import FeatureStore, gib
 from dflash_graph.store_codec import TORCH_DTYPES
-from dflash_graph.store_shard import UNFINISHED, DamagedStoreError, Shard, row_key
+from dflash_graph.store_shard import UNFINISHED, DamagedStoreError, Shard
 
 
 def describe(folder: Path) -> tuple[str, bool]:
@@ -37,24 +37,29 @@ def describe(folder: Path) -> tuple[str, bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """What reading a whole store found. `damaged` maps a file to what is wrong with it."""
+    """What reading a whole store found.
+
+    Attributes:
+        damaged: what is wrong with a file. removed: those that were deleted.
+    """
 
     rows: int
     num_bytes: int
     damaged: dict[Path, str]
-    removed: bool
+    removed: set[Path]
 
     def __str__(self) -> str:
-        what = "removed" if self.removed else "damaged"
         lines = [f"verified  {self.rows} rows, {gib(self.num_bytes)}: {len(self.damaged)} damaged files"]
-        return "\n".join([*lines, *(f"{what:<10}{fault}" for fault in self.damaged.values())])
+        lines += [f"{'removed' if p in self.removed else 'damaged':<10}{fault}" for p, fault in self.damaged.items()]
+        return "\n".join(lines)
 
 
 def verify(folder: Path, *, remove: bool = False) -> VerifyReport:
     """Read every row and compare it with its checksum, and its token ids with its key.
 
     Args:
-        remove: delete damaged files, whole rows in them included.
+        remove: delete files whose content is damaged, whole rows in them included; not those that cannot be read or
+            belong to another store.
     """
     store = FeatureStore(folder, keep_going=True)
     damaged, rows, num_bytes = dict(store.damaged), 0, 0
@@ -63,19 +68,18 @@ def verify(folder: Path, *, remove: bool = False) -> VerifyReport:
             rows += _verify_shard(shard, store)
             num_bytes += shard.nbytes
         except DamagedStoreError as error:
-            damaged[shard.path] = str(error)
-    if remove:
-        for path in damaged:
-            path.unlink()
-    return VerifyReport(rows=rows, num_bytes=num_bytes, damaged=damaged, removed=remove)
+            damaged[shard.path] = error
+    removed = {path for path, error in damaged.items() if remove and error.removable}
+    for path in removed:
+        path.unlink()
+    faults = {path: str(error) for path, error in damaged.items()}
+    return VerifyReport(rows=rows, num_bytes=num_bytes, damaged=faults, removed=removed)
 
 
 def _verify_shard(shard: Shard, store: FeatureStore) -> int:
     spec = store.spec
     for row in range(len(shard)):
         n = len(shard.row_tokens(row))
-        if row_key(shard.row_tokens(row)) != shard.keys[row]:
-            raise DamagedStoreError(f"store file {shard.path}: the tokens of row {row} are not those of its key")
         values = torch.empty(n, spec.feature_size, dtype=TORCH_DTYPES[spec.dtype]).view(torch.uint8).numpy()
         exponents = np.empty((n, len(spec.target_layer_ids)), np.int8) if spec.dtype == "fp8" else None
         shard.read(row, values, exponents)

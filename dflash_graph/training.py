@@ -248,7 +248,14 @@ class Run:
         if config.graph_mode == "debug" and observer is None:
             observer = TrainingObserver(steps=config.graphs.debug_steps, every=config.graphs.debug_every)
         self.targets = make_feature_workers(
-            plan, self.table, self.ring, self.dispatcher, self.control, phase=self.phase, observer=observer
+            plan,
+            self.table,
+            self.ring,
+            self.dispatcher,
+            self.control,
+            phase=self.phase,
+            observer=observer,
+            dry_run=dry_run,
         )
         self.trainer = Trainer(
             plan,

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
-from dflash_graph.prompts import load_prompt_sets, load_prompts
+from dflash_graph import prompts
+from dflash_graph.prompts import load_prompt_sets, load_prompts, prompt_of
 from tests.eval_tiny import TEMPLATE, chat, save_tokenizer, write_jsonl
 
 
@@ -94,3 +96,25 @@ def test_every_format_of_rows_is_read(tokenizer: Any, tmp_path: Path) -> None:
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     for name in ("p.json", "p.parquet", "saved"):
         assert load_prompts(tmp_path / name, tokenizer) == expected
+
+
+def test_rows_that_are_no_conversations(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token ids up to their last answer, a text prompt as it is, raw text whole; none of them has messages."""
+    rows = [
+        SimpleNamespace(tokens=[5, 6, 7, 8, 9], loss_mask=[0, 1, 0, 1, 1]),
+        SimpleNamespace(prompt="ab", completion="c"),
+        SimpleNamespace(text="abc"),
+    ]
+    monkeypatch.setattr(prompts, "_parse", lambda raw: rows[json.loads(raw.value)["row"]])
+    path = write_jsonl(tmp_path / "p.jsonl", [{"row": i} for i in range(3)])
+    (found,) = load_prompt_sets([path], tokenizer)
+    assert found.prompts[0] == [5, 6, 7]
+    assert [tokenizer.decode(ids) for ids in found.prompts[1:]] == ["ab", "abc"]
+    assert found.messages == [[], [], []]
+
+
+def test_the_last_answer_of_a_row() -> None:
+    assert prompt_of([1, 2, 3, 4], [0, 0, 1, 1]) == [1, 2]
+    assert prompt_of([1, 2, 3, 4, 5], [0, 1, 0, 1, 0]) == [1, 2, 3]
+    assert prompt_of([1, 2, 3], [1, 1, 1]) == [1]
+    assert prompt_of([1, 2, 3], [0, 0, 0]) == [1, 2, 3]

@@ -29,11 +29,13 @@ def test_each_step_is_timed_in_turn(model: Any, monkeypatch: pytest.MonkeyPatch)
     """A target that takes 4 ms for one token and 8 for a block, and a drafter that takes 2: so the medians say."""
     seen: list[str] = []
     handle = model.register_forward_pre_hook(
-        lambda module, args, kwargs: slow(kwargs["input_ids"].shape[1]), with_kwargs=True
+        lambda module, args, kwargs: slow(kwargs["input_ids"].shape[1], kwargs["position_ids"]), with_kwargs=True
     )
+    starts: list[int] = []
 
-    def slow(count: int) -> None:
+    def slow(count: int, positions: torch.Tensor) -> None:
         if count in (1, K):
+            starts.append(int(positions[0, 0]))
             seen.append({1: "one", K: "block"}[count])
             time.sleep({1: 0.004, K: 0.008}[count])
 
@@ -47,10 +49,12 @@ def test_each_step_is_timed_in_turn(model: Any, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(PlainDrafter, "propose", slow_propose)
     seen.clear()
+    starts.clear()
     times = measure_step_times(model, make_drafter(model), found, 2.4, repeats=5)
     handle.remove()
     assert times is not None
     assert (times.positions, times.repeats) == ((29, 49, 69), 12), "shortest, middle and longest; one warm-up each"
+    assert starts == [25] * 10 + [45] * 10 + [65] * 10, "every timing sees the same text"
     rounds = ["one", "block", "draft 2"]  # a verification yields 2.4 tokens, so two new positions
     per_text = len(seen) // 3
     for start, context in zip(range(0, len(seen), per_text), (22, 42, 62), strict=True):

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dflash_graph import store as store_module
 from dflash_graph import store_shard
 from dflash_graph.config import TargetConfig
 from dflash_graph.store import FeatureStore, StoreFullError, StoreWriter, batches
@@ -207,7 +208,33 @@ def test_rows_do_not_wait_for_a_whole_shard_for_ever(tmp_path: Path) -> None:
     assert not store.shards
     time.sleep(0.06)
     writer.add(stored(6, spec(), 1)[0])
+    deadline = time.monotonic() + 10
+    while len(store) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert len(store) == 2
+
+
+def test_rows_are_collected_while_others_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`add` does not wait for the disk, and a row is found wherever it is on its way."""
+    store = FeatureStore.open(tmp_path / "s", spec(), create=True)
+    writer = StoreWriter(store, origin={}, shard_bytes=1)
+    go, write = threading.Event(), store_module.write_shard
+
+    def slow(*args: Any) -> Path:
+        assert go.wait(10)
+        return write(*args)
+
+    monkeypatch.setattr(store_module, "write_shard", slow)
+    first, second = stored(5, spec(), 0)[0], stored(6, spec(), 1)[0]
+    writer.add(first)
+    assert writer.pending(first.key) is first
+    assert first.key not in store
+    threading.Timer(0.2, go.set).start()
+    writer.add(second)  # waits for the first: two shards of rows are in memory, not more
+    assert first.key in store
+    writer.flush()
+    assert second.key in store
+    assert writer.pending(first.key) is writer.pending(second.key) is None
 
 
 def test_many_writers_and_readers_of_one_store(tmp_path: Path) -> None:
@@ -402,7 +429,7 @@ def test_a_file_that_shrinks_or_goes_while_it_is_open_is_named(tmp_path: Path) -
     with pytest.raises(DamagedStoreError, match=f"{path.name}.*ends too early"):
         read(store, rows[1].key)
     path.unlink()
-    with pytest.raises(DamagedStoreError, match=f"{path.name}.*cannot be read"):
+    with pytest.raises(DamagedStoreError, match=f"{path.name} cannot be read: No such file"):
         read(store, rows[1].key)
 
 
@@ -422,6 +449,28 @@ def test_verify_names_and_removes_damaged_files_and_keeps_the_others(tmp_path: P
     store = FeatureStore(tmp_path / "s")
     assert 0 < len(store) < len(rows)
     assert not verify(tmp_path / "s").damaged
+
+
+def test_what_is_only_foreign_or_unreadable_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path / "s", spec())
+    fill(tmp_path / "other", spec(weights="x"))
+    stray = next((tmp_path / "other" / "shards").iterdir())
+    shutil.copy(stray, tmp_path / "s" / "shards" / stray.name)
+    locked = min((tmp_path / "s" / "shards").iterdir())
+    opened = Path.open
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self == locked:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    report = verify(tmp_path / "s", remove=True)
+    assert len(report.damaged) == 2
+    assert not report.removed
+    assert "Move it back to its own" in str(report)
+    assert "cannot be read: Permission denied" in str(report)
+    assert locked.exists()
 
 
 # ---- a full disk, and a kill ----------------------------------------------------------------------------------------

@@ -23,9 +23,11 @@ from dflash_graph.metrics import read_records
 from dflash_graph.store import FeatureStore, StoreFullError, StoreWriter
 from dflash_graph.store_build import build_store
 from dflash_graph.store_codec import TORCH_DTYPES, decode
+from dflash_graph.store_identity import StoreSpec
+from dflash_graph.store_plan import wanted_spec
 from dflash_graph.store_shard import DamagedStoreError, StoredRow
 from dflash_graph.store_target import HeadTarget, read_head
-from dflash_graph.store_worker import StoreWorker
+from dflash_graph.store_worker import JobRow, StoreWorker, encode_row
 from dflash_graph.target import Target
 from dflash_graph.training import train
 from tests.tiny import tiny_config, tiny_settings, weights
@@ -195,6 +197,28 @@ def test_the_debug_command_checks_the_target_of_a_run_with_a_store(tiny: Path, b
     report = debug(store_config(tiny, tmp_path / "run", built), trained_steps=1)
     assert not report.findings
     assert any(step.name.startswith("target.") for step in report.steps)
+
+
+def test_a_dry_run_keeps_nothing(tiny: Path, built: Path, tmp_path: Path) -> None:
+    train(store_config(tiny, tmp_path / "run", tmp_path / "s", "features.missing=generate"), dry_run=True)
+    train(store_config(tiny, tmp_path / "run", built), dry_run=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_row_of_one_repeated_token_is_legal(tiny: Path, tmp_path: Path) -> None:
+    row = JobRow(0, np.full(6, 9, np.int32), b"key")
+    spec = FeatureStore.open(tmp_path / "s", _spec(tiny), create=True).spec
+    same = torch.randn(1, 64).expand(6, 64)
+    assert encode_row(spec, row, same).values.shape == (6, 256)
+    with pytest.raises(ValueError, match="tap 1 is the same at every position"):
+        encode_row(spec, replace(row, token_ids=np.arange(6, dtype=np.int32)), same)
+    with pytest.raises(ValueError, match="non-finite"):
+        encode_row(spec, row, same * float("inf"))
+
+
+def _spec(tiny: Path) -> StoreSpec:
+    config = store_config(tiny, tiny / "unused", tiny / "unused")
+    return wanted_spec(config, (1, 3), 32, torch.float32)
 
 
 # ---- embedding and head ---------------------------------------------------------------------------------------------
