@@ -61,9 +61,7 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path of a data source must not be empty")
-        require(
-            0 < self.weight <= 1000, f"weight of {self.path} must be above 0 and at most 1000; found {self.weight}"
-        )
+        require(0 < self.weight <= 1000, f"weight of {self.path} must be above 0 and at most 1000; found {self.weight}")
         require(0 <= self.seed < 2**63, f"seed of {self.path} must be a non-negative 63-bit integer; found {self.seed}")
         require(
             self.max_rows is None or self.max_rows >= 1,
@@ -350,6 +348,17 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class RankConfig:
+    """Devices of one rank, such as drafter cuda:0 and targets [cuda:1, cuda:2]."""
+
+    drafter: str
+    targets: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        require(len(self.targets) >= 1, f"every rank needs a target; found none beside drafter {self.drafter}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DeviceConfig:
     """Where the work runs.
 
@@ -363,6 +372,15 @@ class DeviceConfig:
             target too large for one device names several: "cuda:1+cuda:2"; it then runs without a graph.
         anchor_groups: parts in which a micro-step runs a job's anchors, one after the other, so that activations of one
             part exist at a time; None is the fewest of 1, 2, 4, 8 that fit. Sums round differently for another number.
+        layout: of the ranks on a machine with several GPUs: "colocated", each GPU holds target and drafter; "split",
+            some hold targets that feed the drafters on the others; "auto", the faster one that fits.
+        split_targets: with layout=split, GPUs that hold targets; None is the fastest number.
+        ranks: processes on this machine, each with a drafter; a number of equal ones, or a list of {drafter: cuda:0,
+            targets: [cuda:1, cuda:2]}. None follows the layout; on a CPU it is one.
+        rank_jobs: jobs of a step that each rank takes, all machines' ranks in order; None is in proportion to their
+            targets.
+        rank_timeout_s: a rank without a sign of life for so long ends the run.
+        check_every: steps between two comparisons of all ranks' parameters.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -372,15 +390,25 @@ class DeviceConfig:
     drafter_threads: int | None = None
     kernels: Literal["auto", "torch", "triton"] = "auto"
     anchor_groups: int | None = None
-    ranks: int | None = None
+    layout: Literal["auto", "colocated", "split"] = "auto"
+    split_targets: int | None = None
+    ranks: int | tuple[RankConfig, ...] | None = None
     rank_jobs: tuple[int, ...] | None = None
     rank_timeout_s: float = 60.0
     check_every: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("num_targets", "target_threads", "drafter_threads", "anchor_groups"):
+        for name in (
+            "num_targets",
+            "target_threads",
+            "drafter_threads",
+            "anchor_groups",
+            "split_targets",
+            "check_every",
+        ):
             value = getattr(self, name)
             require(value is None or value >= 1, f"devices.{name} must be at least 1; found {value}")
+        self._check_ranks()
         names = self.target_devices
         if names is not None:
             require(
@@ -393,6 +421,33 @@ class DeviceConfig:
                 f"devices.target_devices must name one device for each of the {self.num_targets} targets "
                 f"(devices.num_targets); found {len(names)}",
             )
+
+    def _check_ranks(self) -> None:
+        count = self.ranks if isinstance(self.ranks, int) or self.ranks is None else len(self.ranks)
+        require(count is None or count >= 1, f"devices.ranks must be at least 1; found {count}")
+        require(self.rank_timeout_s > 0, f"devices.rank_timeout_s must be positive; found {self.rank_timeout_s}")
+        require(
+            self.rank_jobs is None or (min(self.rank_jobs, default=-1) >= 0 and sum(self.rank_jobs) > 0),
+            f"devices.rank_jobs must not be negative, nor all 0; found {self.rank_jobs}",
+        )
+        require(
+            self.layout == "auto" or (self.device == "cuda" and count is None and self.target_devices is None),
+            f"devices.layout={self.layout} places ranks on GPUs by itself: it needs devices.device=cuda, and neither "
+            "devices.ranks nor devices.target_devices",
+        )
+        require(
+            self.split_targets is None or self.layout == "split",
+            "devices.split_targets has no effect without devices.layout=split",
+        )
+        if isinstance(self.ranks, tuple):
+            require(
+                self.num_targets == 1 and self.target_devices is None,
+                "a list of devices.ranks names all targets: leave devices.num_targets and devices.target_devices out",
+            )
+            names = [name for rank in self.ranks for name in (rank.drafter, *rank.targets)]
+            pattern = r"cpu" if self.device == "cpu" else r"cuda:\d+(\+cuda:\d+)*"
+            wrong = [name for name in names if not re.fullmatch(pattern, name)]
+            require(not wrong, f"devices.ranks must name devices of kind {self.device}; found {', '.join(wrong)}")
 
     @property
     def implementation(self) -> Literal["torch", "triton"] | None:
@@ -499,9 +554,7 @@ class FeaturesConfig:
             "features.path, features.missing, features.readers and features.shard_mib have no effect with "
             "features.source=online; set features.source=store or leave them out",
         )
-        require(
-            not stored or bool(self.path), "features.source=store needs features.path, the folder of the store"
-        )
+        require(not stored or bool(self.path), "features.source=store needs features.path, the folder of the store")
         require(
             stored or self.dtype != "fp8",
             "features.dtype=fp8 is how a store keeps features; online they are float32 or bfloat16. Set "

@@ -22,7 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dflash_graph.rank_watch import EXIT_PEER, RANK_DIR, RESTARTS
+from dflash_graph.layout import Layout
+from dflash_graph.rank_watch import EXIT_PEER, LAYOUT, RANK_DIR, RESTARTS
 
 EXIT_BAD_INPUT = 2
 _JOIN_TIMEOUT_S = 300
@@ -57,12 +58,12 @@ def nodes_of_torchrun() -> Nodes | None:
     return Nodes(int(env["RANK"]), int(env["WORLD_SIZE"]), env["MASTER_ADDR"], int(env["MASTER_PORT"]))
 
 
-def launch(command: Sequence[str], ranks_here: int, *, nodes: Nodes | None = None, max_restarts: int = 0) -> int:
+def launch(command: Sequence[str], layout: Layout, *, nodes: Nodes | None = None, max_restarts: int = 0) -> int:
     """Run `command` once per rank of this machine, with all machines' ranks as one world; return the exit code.
 
     Args:
         command: arguments of the Python interpreter, such as ("-m", "dflash_graph", "train", ...).
-        ranks_here: of this machine; other machines may have another number.
+        layout: the ranks of this machine; other machines may have another number.
         max_restarts: after a failure that is not bad input, start all ranks again so many times; they continue from
             the last checkpoint.
     """
@@ -70,10 +71,10 @@ def launch(command: Sequence[str], ranks_here: int, *, nodes: Nodes | None = Non
     meeting = _Meeting(nodes)
     for attempt in range(max_restarts + 1):
         with tempfile.TemporaryDirectory(prefix="dflash-ranks-") as folder, _Signals(Path(folder), nodes) as signals:
-            os.environ |= {RANK_DIR: folder, RESTARTS: str(attempt)}
+            os.environ |= {RANK_DIR: folder, RESTARTS: str(attempt), LAYOUT: layout.to_json()}
             if nodes is None and Path("/sys/class/net/lo").exists():
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            failures = _run(command, ranks_here, meeting, attempt)
+            failures = _run(command, len(layout.ranks), meeting, attempt)
             if not failures:
                 return 0
             first = _first_failure(Path(folder), failures)

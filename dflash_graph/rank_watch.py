@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 RANK_DIR = "DFLASH_RANK_DIR"  # set by our launcher: this process is one of several ranks
+LAYOUT = "DFLASH_LAYOUT"  # set by our launcher: the ranks of this machine and their devices
 RESTARTS = "DFLASH_RESTARTS"  # set by our launcher: how often it has started all ranks again
 PERIOD_S = 0.5
 _SILENT_S = 4 * PERIOD_S  # from here on a rank that is silent is worth naming

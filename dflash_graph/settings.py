@@ -54,6 +54,8 @@ _ADDED: dict[str, Any] = {
     "devices.kernels": "auto",
     "devices.anchor_groups": None,
     "devices.target_devices": None,
+    "devices.layout": "auto",
+    "devices.split_targets": None,
     "devices.ranks": None,
     "devices.rank_jobs": None,
     "devices.rank_timeout_s": 60.0,

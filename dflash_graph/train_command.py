@@ -6,8 +6,9 @@ Called by the command line. `training.train` is the same run from Python, in one
 import argparse
 import os
 
-from dflash_graph.config import load_config
+from dflash_graph.config import Config, load_config
 from dflash_graph.launch import launch, nodes_of_torchrun
+from dflash_graph.layout import Layout, candidates, needs_times, resolve_layout
 from dflash_graph.rank_watch import RANK_DIR
 
 
@@ -40,19 +41,31 @@ def run_train(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-restarts must not be negative; found {args.max_restarts}")
     overrides = [*args.overrides] if args.graphs is None else [*args.overrides, f"graphs.mode={args.graphs}"]
     config = load_config(args.config, overrides)
-    from dflash_graph.layout import resolve_layout
-
     if RANK_DIR not in os.environ:
-        import torch
-
-        layout = resolve_layout(config.devices, num_cuda=torch.cuda.device_count())
-        nodes = nodes_of_torchrun()
+        nodes, layout = nodes_of_torchrun(), _layout(config)
         if nodes is not None or len(layout.ranks) > 1:
+            print(f"layout    {layout}", flush=True)
             command = ["-m", "dflash_graph", *args.argv]
-            return launch(command, len(layout.ranks), nodes=nodes, max_restarts=args.max_restarts)
+            return launch(command, layout, nodes=nodes, max_restarts=args.max_restarts)
         if args.max_restarts:
             raise ValueError("--max-restarts is for runs of several ranks; found one. Leave it out")
     from dflash_graph.training import train
 
     train(config, resume=args.resume, dry_run=args.dry_run)
     return 0
+
+
+def _layout(config: Config) -> Layout:
+    """The ranks of this machine. Where there is a choice, the fastest layout that fits, and what was compared."""
+    import torch
+
+    count = torch.cuda.device_count() if config.devices.device == "cuda" else 0
+    times = None
+    if needs_times(config.devices, count):
+        from dflash_graph.plan import make_plan
+        from dflash_graph.stage_times import stage_times
+
+        times = stage_times(make_plan(config), torch.cuda.get_device_properties(0).total_memory)
+        compared = ", ".join(map(str, candidates(count, times)))
+        print(f"layout    planned for one rate of all GPUs: {compared}", flush=True)
+    return resolve_layout(config.devices, num_cuda=count, times=times)

@@ -5,6 +5,7 @@ The main thread owns the start-up order, the signals and the first error; the wo
 """
 
 import fcntl
+import os
 import signal
 import threading
 import time
@@ -24,13 +25,14 @@ from dflash_graph.control import RunControl, WaitTimeoutError
 from dflash_graph.dispatch import Dispatcher
 from dflash_graph.graphs import CapturePhase, Observer
 from dflash_graph.held_out import HeldOut
-from dflash_graph.layout import Layout, resolve_layout
+from dflash_graph.layout import Layout, asks_for_several
 from dflash_graph.metrics import MetricsLogger, truncate_to_step
 from dflash_graph.observer import TrainingObserver
 from dflash_graph.padding import pad_job
-from dflash_graph.plan import Placement, RunPlan, make_plan, parse_devices
+from dflash_graph.plan import Placement, RunPlan, default_placement, make_plan, parse_devices
 from dflash_graph.progress import Progress
 from dflash_graph.rank_share import RankShare, proportional
+from dflash_graph.rank_watch import LAYOUT
 from dflash_graph.ranks import Ranks, is_rank, join
 from dflash_graph.serving_layouts import ServedTarget, write_servable
 from dflash_graph.static_buffers import BufferTable, Ring
@@ -64,11 +66,11 @@ def train(config: Config, *, resume: str = "never", dry_run: bool = False) -> Tr
         ValueError: settings, data, target or checkpoint do not fit; before any expensive work.
         Exception: the first error of any worker, with the worker's name as a note.
     """
-    layout = resolve_layout(config.devices, num_cuda=torch.cuda.device_count())
-    if len(layout.ranks) > 1 and not is_rank():
+    layout = Layout.from_json(os.environ[LAYOUT]) if is_rank() and LAYOUT in os.environ else None
+    if not is_rank() and asks_for_several(config.devices):
         raise ValueError(
-            f"the settings ask for {len(layout.ranks)} ranks, which are processes of their own: start them with "
-            "`dflash-graph train`, or set devices.ranks=1"
+            "the settings ask for several ranks, which are processes of their own: start them with `dflash-graph "
+            "train`, or set devices.ranks=1"
         )
     ranks = join(
         torch.device(config.devices.device),
@@ -84,7 +86,7 @@ def train(config: Config, *, resume: str = "never", dry_run: bool = False) -> Tr
     return result
 
 
-def _train(config: Config, layout: Layout, ranks: Ranks, resume: str, *, dry_run: bool) -> TrainResult:
+def _train(config: Config, layout: Layout | None, ranks: Ranks, resume: str, *, dry_run: bool) -> TrainResult:
     checkpoint = None
     if ranks.leads:
         check_installed(config.log)
@@ -122,14 +124,16 @@ def _shared(ranks: Ranks, checkpoint: Checkpoint | None) -> Checkpoint | None:
     return checkpoint if ranks.leads else heard
 
 
-def _make_plan(config: Config, layout: Layout, ranks: Ranks) -> RunPlan:
+def _make_plan(config: Config, layout: Layout | None, ranks: Ranks) -> RunPlan:
     """Each rank plans for itself; the first of each machine first, so that the data are prepared once."""
-    here = layout.ranks[ranks.local_rank]
-    placement = Placement(
-        drafter=torch.device(here.drafter),
-        targets=tuple(map(parse_devices, here.targets)),
-        ranks_here=ranks.local_world,
-    )
+    placement = replace(default_placement(config), ranks_here=ranks.local_world)
+    if layout is not None:
+        here = layout.ranks[ranks.local_rank]
+        placement = Placement(
+            drafter=torch.device(here.drafter),
+            targets=tuple(map(parse_devices, here.targets)),
+            ranks_here=ranks.local_world,
+        )
     plan = make_plan(config, placement) if ranks.local_rank == 0 else None
     ranks.barrier()
     return plan or make_plan(config, placement)

@@ -13,19 +13,20 @@ PACKAGE = Path(dflash_graph.__file__).parent
 # A module may import those before it. docs/design.md has the same order.
 ORDER = [
     "control", "findings", "op_rules", "traces", "frozen_world", "interception", "tracing", "graph_backends",
-    "graphs", "observer", "config_groups", "config", "chat", "row_adapter", "row_keys", "json_documents",
-    "source_files", "spill", "sources", "shards", "shard_worker", "shard_runner", "work_folder", "tokenizer",
-    "data_report", "selection", "data_writer", "token_rows", "mask_token", "data", "held_out_rows", "inspection",
-    "schedule", "padding", "dispatch", "ring", "pool", "static_buffers", "memory", "attention", "target",
-    "store_codec", "store_identity", "store_shard", "store", "store_target", "store_plan", "kernels", "counters",
-    "drafter", "step", "counts", "trackers", "metrics", "settings", "serving_layouts", "released", "checkpoint_files",
-    "checkpoint", "initialise", "plain_drafter", "sampling", "cached_target", "decoding", "step_times", "near_ties",
-    "drafter_folder", "prompts", "baselines", "report", "evaluation", "eval_plot", "server_client", "server_eval",
-    "answer_log", "regenerate", "regenerate_command", "eval_command", "plot", "balance", "plan", "layout",
-    "rank_share", "rank_watch", "ranks", "export", "export_command", "prepare_command", "translate", "handoff",
-    "workers", "store_worker", "store_build", "store_formats", "store_import", "store_compare", "store_verify",
-    "store_command", "held_out", "progress", "rank_checks", "trainer", "training", "launch", "train_command",
-    "debug_checks", "debugging", "__init__", "__main__",
+    "graphs", "observer", "config_groups", "config", "row_values", "row_messages", "row_shapes", "chat_template",
+    "turn_spans", "chat", "row_keys", "json_documents", "source_files", "spill", "sources", "shards", "shard_worker",
+    "shard_runner", "work_folder", "tokenizer", "data_report", "selection", "data_writer", "token_rows", "mask_token",
+    "data", "held_out_rows", "inspection", "schedule", "padding", "dispatch", "ring", "pool", "static_buffers",
+    "memory", "attention", "target", "store_codec", "store_identity", "store_shard", "store", "store_writer",
+    "store_target", "store_plan", "kernels", "counters", "drafter", "step", "counts", "trackers", "metrics",
+    "settings", "serving_layouts", "released", "checkpoint_files", "checkpoint", "initialise", "plain_drafter",
+    "sampling", "cached_target", "decoding", "step_times", "near_ties", "drafter_folder", "prompts", "baselines",
+    "report", "evaluation", "eval_plot", "server_client", "server_eval", "answer_log", "regenerate",
+    "regenerate_command", "eval_command", "plot", "balance", "plan", "layout", "stage_times", "rank_share",
+    "rank_watch", "ranks", "export", "export_command", "prepare_command", "translate", "handoff", "workers",
+    "store_worker", "store_build", "store_formats", "store_import", "store_compare", "store_verify", "store_command",
+    "held_out", "progress", "rank_checks", "trainer", "training", "launch", "train_command", "debug_checks",
+    "debugging", "__init__", "__main__",
 ]  # fmt: skip
 
 
