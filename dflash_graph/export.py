@@ -75,6 +75,7 @@ def export(
     untrained: bool = False,
     overrides: Sequence[str] = (),
     target: TargetConfig | None = None,
+    full_head: bool = False,
 ) -> ExportResult:
     """Write a drafter as a folder that servers load.
 
@@ -85,6 +86,7 @@ def export(
         untrained: a random drafter as the configuration describes it, to test a serving stack before training.
         overrides: `key=value` settings over the configuration, with `untrained` alone.
         target: where the target is; None takes the run's configuration, else the checkpoint's.
+        full_head: write a drafter with a reduced head as "hf" all the same, to be run with the target's full head.
 
     Raises:
         ValueError: run, target and data cannot be read or do not fit each other, or no server could run the drafter
@@ -102,6 +104,14 @@ def export(
         raise ValueError(f"--output must be a new or an empty folder; {folder} is neither")
     spec = drafter.spec
     check_servable(spec)
+    if full_head and (to != "hf" or spec.draft_vocab_size is None):
+        raise ValueError("--full-head has an effect only with --to hf, for a drafter with a reduced head; leave it out")
+    if to == "hf" and spec.draft_vocab_size is not None and not full_head:
+        raise ValueError(
+            f"the layout hf has no place for a reduced head of {spec.draft_vocab_size} ids: servers would run this "
+            "drafter with the target's full head, which it was not trained for, and accept next to nothing. Use --to "
+            "speculators, or train without drafter.draft_vocab_size; --full-head writes it all the same"
+        )
     facts, served = _check_target(drafter)
     if not untrained:  # the plan of an untrained one has just chosen a mask token that its data does not use
         _check_data(drafter)
@@ -110,7 +120,7 @@ def export(
         if to == "hf":
             drafter.notes.append(
                 f"trained with a reduced head of {spec.draft_vocab_size} ids; servers of this layout use the target's "
-                "full head, so acceptance there differs. --to speculators stores the reduced head"
+                "full head, so they accept next to nothing. --to speculators stores the reduced head"
             )
         else:
             head = _reduced_head(drafter)

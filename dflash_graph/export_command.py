@@ -20,6 +20,9 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--untrained", action="store_true", help="a random drafter as configured, to test a serving stack"
     )
+    parser.add_argument(
+        "--full-head", action="store_true", help="a drafter with a reduced head as hf, to be run with the full one"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, with --untrained")
 
 
@@ -27,5 +30,14 @@ def run_export(args: argparse.Namespace) -> int:
     """Run `dflash-graph export` and print where the drafter is and how to serve it."""
     from dflash_graph.export import export
 
-    print(export(args.run, to=args.to, output=args.output, untrained=args.untrained, overrides=args.overrides))
+    print(
+        export(
+            args.run,
+            to=args.to,
+            output=args.output,
+            untrained=args.untrained,
+            overrides=args.overrides,
+            full_head=args.full_head,
+        )
+    )
     return 0

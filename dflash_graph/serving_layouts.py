@@ -211,22 +211,25 @@ def reduced_head(spec: DrafterSpec, ids: Tensor, head_weight: Tensor) -> dict[st
     """What the `speculators` layout stores beside a drafter whose head has only some ids of the target's.
 
     Args:
-        ids: (V,) full ids in head order, ascending. head_weight: (vocab, D) the target's.
+        ids: (V,) full ids in head order, ascending.
+        head_weight: (vocab, D) the target's, or the (V, D) rows of it that the drafter uses.
 
     Raises:
         ValueError: ids or head do not fit the spec.
     """
     if ids.shape != (spec.draft_vocab_size,) or not bool((ids.diff() > 0).all()):
         raise ValueError(f"a reduced head must have {spec.draft_vocab_size} ascending ids; found {tuple(ids.shape)}")
-    if head_weight.shape != (spec.vocab_size, spec.hidden_size):
+    ids = ids.to("cpu", torch.int64)
+    if head_weight.shape == (spec.vocab_size, spec.hidden_size):
+        head_weight = head_weight[ids.to(head_weight.device)]
+    if head_weight.shape != (len(ids), spec.hidden_size):
         raise ValueError(
             f"the target's head must be {(spec.vocab_size, spec.hidden_size)}; found {tuple(head_weight.shape)}"
         )
-    ids = ids.to("cpu", torch.int64)
     kept = torch.zeros(spec.vocab_size, dtype=torch.bool)
     kept[ids] = True
     return {
-        "lm_head.weight": head_weight[ids.to(head_weight.device)].to("cpu", torch.bfloat16).contiguous(),
+        "lm_head.weight": head_weight.detach().to("cpu", torch.bfloat16).contiguous(),
         "d2t": ids - torch.arange(len(ids)),  # an offset: target id = draft id + d2t[draft id]
         "t2d": kept,
     }

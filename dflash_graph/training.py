@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 import torch
+from torch import Tensor
 
 from dflash_graph.checkpoint import Checkpoint, CheckpointWriter, compare_settings, load_checkpoint, resolve_resume
 from dflash_graph.config import Config, save_config
@@ -34,7 +35,7 @@ from dflash_graph.progress import Progress
 from dflash_graph.rank_share import RankShare, proportional
 from dflash_graph.rank_watch import LAYOUT
 from dflash_graph.ranks import Ranks, is_rank, join
-from dflash_graph.serving_layouts import ServedTarget, write_servable
+from dflash_graph.serving_layouts import ServedTarget, reduced_head, write_servable
 from dflash_graph.static_buffers import BufferTable, Ring
 from dflash_graph.store_worker import make_feature_workers
 from dflash_graph.trackers import check_installed
@@ -229,7 +230,7 @@ class Run:
             writer = CheckpointWriter(
                 self.folder,
                 config.checkpoint.keep,
-                lambda folder, tensors: write_servable(folder, plan.spec, tensors, served),
+                partial(self._write_servable, target=served),
             )
             print(truncate_to_step(self.folder, -1 if checkpoint is None else progress.step), flush=True)
             logger = MetricsLogger(
@@ -282,6 +283,14 @@ class Run:
             dry_steps=dry_steps,
             held_out=held_out,
         )
+
+    def _write_servable(self, folder: Path, tensors: Mapping[str, Tensor], *, target: ServedTarget) -> list[Path]:
+        """What servers load of a checkpoint: `hf`, or the layout that has a place for a reduced head."""
+        plan = self.plan
+        if plan.head_ids is None:
+            return write_servable(folder, plan.spec, tensors, target)
+        head = reduced_head(plan.spec, torch.from_numpy(plan.head_ids), self.trainer.step.head_weight)
+        return write_servable(folder, plan.spec, tensors, target, layout="speculators", head=head)
 
     def run(self, wrap: Callable[[Worker], Worker] = lambda worker: worker) -> TrainResult:
         """Start every worker and wait for their end.

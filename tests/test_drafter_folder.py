@@ -45,7 +45,9 @@ def exported(runs: dict[str, Path]) -> dict[tuple[str, Layout], Path]:
     layouts: tuple[Layout, ...] = ("hf", "speculators")
     for kind, run in runs.items():
         for layout in layouts:
-            folders[kind, layout] = export(run, to=layout, output=run.parent / layout).folder
+            folders[kind, layout] = export(
+                run, to=layout, output=run.parent / layout, full_head=kind == "reduced" and layout == "hf"
+            ).folder
     return folders
 
 

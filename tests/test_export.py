@@ -443,7 +443,10 @@ def test_export_outside_a_run_folder_says_what_it_cannot_know(run: Path, tmp_pat
 def test_an_untrained_drafter_from_a_configuration(layout: Layout, tiny: Path, tmp_path: Path) -> None:
     save_config(tiny_config(tiny, tmp_path / "run"), tmp_path / "run.yaml")
     overrides = ["drafter.draft_vocab_size=20", "drafter.block_size=6"]
-    result = export(tmp_path / "run.yaml", to=layout, untrained=True, overrides=overrides)
+    with pytest.raises(ValueError, match=r"no place for a reduced head of 20 ids.*--to speculators"):
+        export(tmp_path / "run.yaml", untrained=True, overrides=overrides)
+    full_head = layout == "hf"
+    result = export(tmp_path / "run.yaml", to=layout, untrained=True, overrides=overrides, full_head=full_head)
     assert result.folder == tmp_path / "run" / "export" / f"untrained-{layout}"
     found = read_released(result.folder)
     assert (found.spec.block_size, found.spec.target_layer_ids, found.spec.mask_token_id) == (6, (1, 3), 5)
@@ -460,6 +463,23 @@ def test_an_untrained_drafter_from_a_configuration(layout: Layout, tiny: Path, t
     else:
         assert found.spec.draft_vocab_size is None
         assert any("reduced head of 20 ids" in note for note in result.notes)
+
+
+def test_checkpoints_of_a_reduced_head_serve_with_it(tiny: Path, tmp_path: Path) -> None:
+    """The layout that has a place for the head; `hf` would be run with the whole head."""
+    train(tiny_config(tiny, tmp_path / "run", "drafter.draft_vocab_size=20", "epochs=1"))
+    newest = find_latest(tmp_path / "run")
+    assert newest is not None
+    found, exported = read_released(newest / "servable"), export(tmp_path / "run", to="speculators").folder
+    assert (found.layout, found.spec.draft_vocab_size) == ("speculators", 20)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (newest / "servable", exported))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_full_head_needs_a_reason(run: Path) -> None:
+    with pytest.raises(ValueError, match="--full-head has an effect only"):
+        export(run, full_head=True)
 
 
 def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
