@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_graph.store import FeatureStore, StoreWriter
+from dflash_graph.store import FeatureStore
 from dflash_graph.store_codec import TORCH_DTYPES, StoredDtype, decode, encode
 from dflash_graph.store_identity import StoreSpec, safetensors_header
 from dflash_graph.store_shard import StoredRow, row_checksum, row_key
+from dflash_graph.store_writer import StoreWriter
 
 GIB = 2**30
 DTYPES: tuple[StoredDtype, ...] = ("float32", "bfloat16", "fp8")

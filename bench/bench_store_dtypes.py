@@ -27,11 +27,12 @@ from dflash_graph import evaluate, load_config, train
 from dflash_graph.checkpoint import find_latest, load_checkpoint
 from dflash_graph.config import Config
 from dflash_graph.plan import make_plan
-from dflash_graph.store import FeatureStore, StoreWriter
+from dflash_graph.store import FeatureStore
 from dflash_graph.store_build import build_store
 from dflash_graph.store_codec import StoredDtype, decode, encode, relative_errors
 from dflash_graph.store_identity import StoreSpec
 from dflash_graph.store_shard import StoredRow
+from dflash_graph.store_writer import StoreWriter
 from dflash_graph.training import Run
 
 DTYPES: tuple[StoredDtype, ...] = ("float32", "bfloat16", "fp8")

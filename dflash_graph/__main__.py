@@ -117,8 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _rank_main() -> NoReturn:
     """One rank of several: its process ends itself, since another thread may sit in a collective for ever."""
-    from dflash_graph.rank_watch import EXIT_PEER, PeerFailed
+    from dflash_graph.rank_watch import EXIT_PEER, PeerFailed, end_with_launcher
 
+    end_with_launcher()
     try:
         code = main()
     except PeerFailed as error:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from dflash_graph.row_messages import Message
 from dflash_graph.row_values import RowError
@@ -106,6 +105,8 @@ class ChatTemplate:
         Raises:
             ValueError, RowError: as `render`.
         """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
             (text,), (spans,) = render_jinja_template(
                 conversations=[self._adapt(messages)],
@@ -127,7 +128,9 @@ class ChatTemplate:
         """
         for tool in tools or ():
             if tool["function"]["name"] not in text:
-                raise RowError("tools_not_rendered", f"the template does not show the tool {tool['function']['name']!r}")
+                raise RowError(
+                    "tools_not_rendered", f"the template does not show the tool {tool['function']['name']!r}"
+                )
         at = 0
         for i, message in enumerate(messages):
             content = answer_part(message["content"]) if message["role"] == "assistant" else message["content"]
@@ -153,7 +156,7 @@ class ChatTemplate:
 
 
 def _find(text: str, core: str, at: int) -> int:
-    """Where `core` stands from `at` on, as it is or escaped as in JSON; the whole text is searched last. -1: nowhere."""
+    """Where `core` ends, at or behind `at` if it is there, as it is or escaped as in JSON. -1: nowhere in the text."""
     for start in (at, 0):
         for form in (core, json.dumps(core, ensure_ascii=False)[1:-1], json.dumps(core)[1:-1]):
             if (found := text.find(form, start)) >= 0:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dflash_graph.chat import ChatEncoder, read_template
+from dflash_graph.chat import ChatEncoder
+from dflash_graph.chat_template import find_template
 from dflash_graph.config_groups import DataConfig, SourceConfig
 from dflash_graph.data_report import CutShare as CutShare
 from dflash_graph.data_report import DataReport as DataReport
@@ -37,7 +38,7 @@ from dflash_graph.work_folder import check_space, locked, put_in_place
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2  # raise it when the files or the meaning of a row change
+_FORMAT = 3  # raise it when the files or the meaning of a row change
 _DIGEST_THREADS = 4
 
 
@@ -101,7 +102,7 @@ def prepare(
         raise ValueError("data files must exist and be at least one; found none")
     if max_length < 2:
         raise ValueError(f"max_length must be at least 2 tokens; found {max_length}")
-    template = read_template(tokenizer, chat_template)
+    template = find_template(tokenizer, chat_template)
     specs = [spec if isinstance(spec, SourceConfig) else as_source(str(spec)) for spec in files]
     sources = [open_source(spec, threads=_DIGEST_THREADS) for spec in specs]
     settings = {
@@ -117,7 +118,7 @@ def prepare(
     folder = Path(cache_dir) / fingerprint
     rows = _open_finished(folder)
     if rows is None:
-        if "strftime_now" in template:
+        if "strftime_now" in (template or ""):
             logger.warning("the chat template writes the current date: rows built on another day will differ")
         known = None
         if validation is not None and deduplicate != "none":
@@ -137,7 +138,7 @@ class _Job:
 
     sources: Sequence[Source]
     tokenizer: Any
-    template: str
+    template: str | None
     max_length: int
     overlong: Literal["truncate", "drop"]
     rules: SelectionRules
@@ -217,8 +218,7 @@ def _build_locked(job: _Job, folder: Path, work: Path) -> None:
         source_names=[source.name for source in job.sources],
     )
     writer = Writer(layout, job.rules, job.max_length, job.known)
-    encoder = ChatEncoder(job.tokenizer, job.template)
-    mask_source = "generation tags" if encoder.has_generation_tags else "prefix rendering"
+    mask_source = _mask_source(job)
     result = work / "rows"
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
@@ -242,6 +242,13 @@ def _build_locked(job: _Job, folder: Path, work: Path) -> None:
     for source in report.sources:
         if source.rows_in == 0:
             logger.warning("the data source %s holds no row", source.name)
+
+
+def _mask_source(job: _Job) -> str:
+    if job.template is None:
+        return "the rows"
+    has_tags = ChatEncoder(job.tokenizer, job.template).has_generation_tags
+    return "generation tags" if has_tags else "prefix rendering"
 
 
 def open_parts(sources: Sequence[Source], work: Path) -> tuple[list[LineFile | Table], list[int]]:

@@ -40,7 +40,8 @@ class DataReport:
         num_tokens, num_supervised: of the written rows, after truncation.
         length_quantiles: share in [0, 1] -> length in tokens of the written rows.
         cut_share: max_length -> share of rows it would truncate, of tokens and of supervised tokens it would lose.
-        mask_source: "generation tags" or "prefix rendering".
+        mask_source: how the tokens of conversations were masked: "generation tags", "prefix rendering", or "the rows"
+            themselves, where there is no template.
         max_token_id: highest token id of the written rows.
         sources: the same account for each source.
     """
@@ -122,6 +123,6 @@ def no_trainable_row(rows_in: int, dropped: dict[str, int], first: dict[str, str
     return (
         f"no trainable row among {rows_in:,}:\n{reasons}\n"
         "A row is one JSON object per line, or a record of a table, with `messages` (role, content) or `conversations` "
-        "(from, value): an optional system message, then user and assistant in turn. A row needs two supervised tokens "
-        f"side by side within max_length = {max_length}; raise data.max_length if rows are cut"
+        "(from, value), `input_ids` and `loss_mask`, `prompt` and `completion`, or `text`. It needs two supervised "
+        f"tokens side by side within max_length = {max_length}; raise data.max_length if rows are cut"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dflash_graph.config_groups import DataConfig
 from dflash_graph.data import open_parts
-from dflash_graph.row_adapter import to_json
+from dflash_graph.row_shapes import to_json
 from dflash_graph.sources import open_source, parse_raw
 from dflash_graph.token_rows import TokenRows
 

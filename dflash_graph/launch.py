@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from dflash_graph.layout import Layout
-from dflash_graph.rank_watch import EXIT_PEER, LAYOUT, RANK_DIR, RESTARTS
+from dflash_graph.rank_watch import EXIT_PEER, LAUNCHER, LAYOUT, RANK_DIR, RESTARTS
 
 EXIT_BAD_INPUT = 2
 _JOIN_TIMEOUT_S = 300
@@ -71,7 +71,9 @@ def launch(command: Sequence[str], layout: Layout, *, nodes: Nodes | None = None
     meeting = _Meeting(nodes)
     for attempt in range(max_restarts + 1):
         with tempfile.TemporaryDirectory(prefix="dflash-ranks-") as folder, _Signals(Path(folder), nodes) as signals:
-            os.environ |= {RANK_DIR: folder, RESTARTS: str(attempt), LAYOUT: layout.to_json()}
+            os.environ |= {
+                RANK_DIR: folder, RESTARTS: str(attempt), LAYOUT: layout.to_json(), LAUNCHER: str(os.getpid()),
+            }  # fmt: skip
             if nodes is None and Path("/sys/class/net/lo").exists():
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             failures = _run(command, len(layout.ranks), meeting, attempt)

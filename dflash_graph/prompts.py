@@ -5,15 +5,15 @@ questions. Nothing is skipped in silence: a row that is no prompt is an error th
 `held_out.py` and `eval_command.py`.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dflash_graph.chat import ChatEncoder, read_template
-from dflash_graph.row_adapter import Row, RowError, parse_line, parse_row
+from dflash_graph.chat import ChatEncoder
+from dflash_graph.chat_template import ChatTemplate, find_template, missing_template
+from dflash_graph.row_shapes import Conversation, PromptCompletion, Row, RowError, TokenIds, parse_line, parse_row
 from dflash_graph.sources import RawRow, open_source
 
 
@@ -76,9 +76,9 @@ def _name_and_source(spec: str) -> tuple[str, str]:
 class _Reader:
     def __init__(self, tokenizer: Any, chat_template: str | None) -> None:
         self.tokenizer = tokenizer
-        has_none = chat_template is None and not getattr(tokenizer, "chat_template", None)
-        self.template = None if has_none else read_template(tokenizer, chat_template)
-        encoder = ChatEncoder(tokenizer, self.template or "")
+        template = find_template(tokenizer, chat_template)
+        self.template = None if template is None else ChatTemplate(tokenizer, template)
+        encoder = ChatEncoder(tokenizer, template or "")
         self.bos_token_id = encoder.bos_token_id if encoder.adds_bos else None
 
     def read(self, name: str, source: str, limit: int | None) -> PromptSet:
@@ -100,29 +100,17 @@ class _Reader:
     def _prompt(self, raw: RawRow) -> tuple[list[int], list[dict[str, Any]]]:
         """Token ids and, of a conversation, the messages, up to where the last answer would begin."""
         try:
-            row: Any = _parse(raw)
-        except RowError as error:
-            raise ValueError(f"{raw.where} is no conversation: {error}") from None
-        if hasattr(row, "messages"):
-            turns = [dict(message) for message in row.messages]
-            turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
-            return self._tokenise(self._render(turns, getattr(row, "tools", None), raw.where)), turns
-        if hasattr(row, "tokens"):
-            return prompt_of(row.tokens, row.loss_mask), []
-        return self._tokenise(row.prompt if hasattr(row, "prompt") else row.text), []
-
-    def _render(self, turns: list[dict[str, Any]], tools: list[Any] | None, where: str) -> str:
-        """The conversation and the generation prompt."""
-        if self.template is None:
-            raise ValueError(f"{where} is a conversation, and the tokenizer has no chat template: name one")
-        declared = {} if tools is None else {"tools": tools}
-        try:
-            text = self.tokenizer.apply_chat_template(
-                turns, chat_template=self.template, tokenize=False, add_generation_prompt=True, **declared
-            )
-        except Exception as error:  # a template may raise anything on a conversation it does not like
-            raise ValueError(f"{where}: the chat template cannot render it: {error}") from error
-        return str(text)
+            row = _parse(raw)
+            if isinstance(row, TokenIds):
+                return prompt_of(row.tokens, row.loss_mask), []
+            if not isinstance(row, Conversation):
+                return self._tokenise(row.prompt if isinstance(row, PromptCompletion) else row.text), []
+            if self.template is None:
+                raise ValueError(missing_template(self.tokenizer))
+            turns = row.messages[:-1] if row.messages[-1]["role"] == "assistant" else row.messages
+            return self._tokenise(self.template.render(turns, row.tools, True)), turns
+        except (RowError, ValueError) as error:  # a template's syntax error is a ValueError
+            raise ValueError(f"{raw.where} is no prompt: {error}") from None
 
     def _tokenise(self, text: str) -> list[int]:
         """Token ids, with exactly one BOS where the tokenizer adds one."""
@@ -148,27 +136,9 @@ def prompt_of(tokens: Sequence[int], loss_mask: Sequence[int]) -> list[int]:
 
 
 def _parse(raw: RawRow) -> Row:
-    if isinstance(raw.value, RowError):
+    """A row, which need not have an answer."""
+    if isinstance(raw.value, Exception):  # why it could not be read
         raise raw.value
-    value = raw.value
-    if isinstance(value, bytes):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return parse_line(value, raw.where)  # says what is wrong
-    return parse_row(_with_answer(value), raw.where)
-
-
-def _with_answer(row: Any) -> Any:
-    """The row with a placeholder answer where it has none: rows to train on need one."""
-    for key in ("messages", "conversations"):
-        turns = row.get(key) if isinstance(row, dict) else None
-        if isinstance(turns, list) and turns and isinstance(turns[-1], dict):
-            last = turns[-1]
-            if last.get("role", last.get("from")) in ("user", "human"):
-                return {**row, key: [*turns, {"role": "assistant", "content": "-"}]}
-    if isinstance(row, dict) and "prompt" in row and row.get("completion") is None:
-        prompt = row["prompt"]
-        answer = "-" if isinstance(prompt, str) else [{"role": "assistant", "content": "-"}]
-        return {**row, "completion": answer}
-    return row
+    if isinstance(raw.value, bytes):
+        return parse_line(raw.value, raw.where, answered=False)
+    return parse_row(raw.value, raw.where, answered=False)

@@ -6,8 +6,10 @@ the launcher is gone. The first error wins, so every rank tells the same. It mus
 process are stuck. Used by `ranks.py`.
 """
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -20,12 +22,32 @@ from typing import Any
 RANK_DIR = "DFLASH_RANK_DIR"  # set by our launcher: this process is one of several ranks
 LAYOUT = "DFLASH_LAYOUT"  # set by our launcher: the ranks of this machine and their devices
 RESTARTS = "DFLASH_RESTARTS"  # set by our launcher: how often it has started all ranks again
+LAUNCHER = "DFLASH_LAUNCHER"  # set by our launcher: its process id
 PERIOD_S = 0.5
 _SILENT_S = 4 * PERIOD_S  # from here on a rank that is silent is worth naming
 _GRACE_S = 15.0  # for the main thread to end in good order; then the process ends itself
 _NOTHING = "-"
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 EXIT_PEER = 3  # a rank that ended because another one failed
+
+
+def end_with_launcher() -> None:
+    """From now on this rank ends when its launcher does, whatever its threads are stuck in; call it first of all.
+
+    On Linux the kernel sees to it, even where the rank is stopped; elsewhere a thread does.
+    """
+    launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def look() -> None:
+        while os.getppid() == launcher:
+            time.sleep(PERIOD_S)
+        print(f"rank {os.environ.get('RANK', '?')}: the launcher is gone; ending", file=sys.stderr, flush=True)
+        os._exit(EXIT_PEER)
+
+    threading.Thread(target=look, name="launcher-watch", daemon=True).start()
 
 
 class PeerFailed(RuntimeError):
@@ -67,7 +89,6 @@ class Watch:
 
     def __init__(self, store: Any, rank: int, world: int, *, timeout_s: float, folder: Path | None = None) -> None:
         self._store, self.rank, self.world, self._timeout_s, self._folder = store, rank, world, timeout_s, folder
-        self._parent = os.getppid()
         self._lock = threading.Lock()
         self._place = "starting"
         self._seen: dict[int, tuple[str, float]] = {}  # rank -> (last sign of life, when it was new here)
@@ -152,6 +173,9 @@ class Watch:
         now = time.monotonic()
         lines = []
         for rank, (sign, at) in sorted(self._seen.items()):
+            if rank == self.rank:
+                lines.append(f"rank {rank}: {self._place}")
+                continue
             quiet = f", silent for {now - at:.0f} s" if now - at > _SILENT_S else ""
             lines.append(f"rank {rank}: {sign.split(' ', 1)[-1]}{quiet}")
         return "; ".join(lines)
@@ -165,9 +189,6 @@ class Watch:
     def _run(self) -> None:
         number = 0
         while not self._stop.wait(PERIOD_S):
-            if os.getppid() != self._parent:
-                print(f"rank {self.rank}: the launcher is gone; ending", file=sys.stderr, flush=True)
-                os._exit(EXIT_PEER)
             number += 1
             try:
                 self._look(number)

@@ -10,7 +10,7 @@ import json
 import unicodedata
 from typing import Any
 
-from dflash_graph.row_adapter import Row
+from dflash_graph.row_shapes import Conversation, PlainText, PromptCompletion, Row
 
 KEY_BYTES = 16
 
@@ -33,7 +33,16 @@ def _digest(*parts: Any) -> bytes:
 
 def row_keys(row: Row) -> tuple[bytes, bytes]:
     """(content, prompt) digests of a parsed row, 16 bytes each."""
-    messages = _normal(row.messages)
+    if isinstance(row, PlainText):
+        text = _normal(row.text)
+        return _digest("c", "text", text), _digest("p", "text", text)
+    if isinstance(row, PromptCompletion):
+        prompt, completion = _normal(row.prompt), _normal(row.completion)
+        return _digest("c", "completion", prompt, completion), _digest("p", "completion", prompt or completion)
+    if not isinstance(row, Conversation):
+        first = row.loss_mask.index(1) if 1 in row.loss_mask else 0
+        return _digest("c", "ids", row.tokens, row.loss_mask), _digest("p", "ids", row.tokens[:first] or row.tokens)
+    messages, tools = _normal(row.messages), _normal(row.tools)
     first = next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), 0)
-    tools = _normal(getattr(row, "tools", None))
-    return _digest("c", tools, messages), _digest("p", tools, messages[:first] or messages)
+    context = sorted(row.unsupervised)
+    return _digest("c", tools, messages, context), _digest("p", tools, messages[:first] or messages)

@@ -183,7 +183,9 @@ def _join_parts(parts: Any) -> tuple[str, str]:
             raise RowError("content_not_text", f"a part is {type(part).__name__}")
         kind = part.get("type")
         named = kind if isinstance(kind, str) else ""
-        if media := next((m for m in _MEDIA if m in named or any(str(k).startswith(m) and part[k] for k in part)), None):
+        if media := next(
+            (m for m in _MEDIA if m in named or any(str(k).startswith(m) and part[k] for k in part)), None
+        ):
             raise RowError(f"{media}_part", "only text can be trained on")
         if named in ("text", "input_text", "output_text", "") and isinstance(part.get("text"), str):
             texts.append(part["text"])

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_graph.chat import ChatEncoder, EncodedRow
-from dflash_graph.row_adapter import Row, RowError, encode
 from dflash_graph.row_keys import KEY_BYTES, row_keys
+from dflash_graph.row_shapes import Conversation, Row
+from dflash_graph.row_values import RowError
 from dflash_graph.sources import Block, LineFile, RawRow, Table, parse_raw
 
 _BATCH_ROWS = 256
@@ -57,7 +58,7 @@ class ShardTask:
     parts: Sequence[LineFile | Table]
     blocks: Sequence[tuple[int, Block]]
     tokenizer: Any
-    template: str
+    template: str | None
     max_length: int
     overlong: Literal["truncate", "drop"]
     folder: Path
@@ -185,7 +186,7 @@ class _ShardBuilder:
         """Parse and encode a batch; one record per raw row, in order."""
         parsed = [_parsed(raw) for raw in batch]
         good = [row for row in parsed if not isinstance(row, RowError)]
-        encoded = iter(encode(encoder, good))
+        encoded = iter(encoder.encode(good))
         for raw, row in zip(batch, parsed, strict=True):
             number = int(raw.where.rpartition(":")[2])
             result = row if isinstance(row, RowError) else next(encoded)
@@ -194,7 +195,8 @@ class _ShardBuilder:
                 self.rows.append((number, self._reason(result), 0, b"", b""))
                 continue
             content, prompt = row_keys(row)
-            errors = [error for part in result if (error := self._add_part(part)) is not None]
+            text = not isinstance(row, Conversation)
+            errors = [error for part in result if (error := self._add_part(part, text)) is not None]
             kept = len(result) - len(errors)
             if not result:
                 errors = [RowError("no_supervised_token", "nothing of the row is the assistant's")]
@@ -204,7 +206,7 @@ class _ShardBuilder:
         self.first.setdefault(error.reason, (len(self.rows), str(error)[:200]))
         return self.reasons.setdefault(error.reason, len(self.reasons))
 
-    def _add_part(self, row: EncodedRow, text: bool = False) -> RowError | None:
+    def _add_part(self, row: EncodedRow, text: bool) -> RowError | None:
         """Record one encoded row, and keep its tokens unless it cannot be trained on: then the reason is returned."""
         full_length, full_supervised = len(row.tokens), int(row.loss_mask.sum())
         tokens, mask = row.tokens[: self.max_length], row.loss_mask[: self.max_length]

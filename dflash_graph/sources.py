@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_graph.config_groups import SourceConfig
-from dflash_graph.row_adapter import UNKNOWN_SHAPE, Row, RowError, parse_line, parse_row
+from dflash_graph.row_shapes import UNKNOWN_SHAPE, Row, parse_line, parse_row
+from dflash_graph.row_values import RowError
 from dflash_graph.source_files import (
     HUB,
     InputFile,
@@ -332,17 +333,18 @@ def _is_row(value: object) -> bool:
 
 
 def _check_columns(part: LineFile | Table) -> None:
-    """Refuse a table whose first rows are all of no known shape: its columns are others than anybody's."""
+    """Refuse a table of which no row is of any known shape: its columns are others than anybody's."""
     if isinstance(part, LineFile) or part.stop == 0:
         return
-    for row in part.read(Block(0, min(part.stop, 20), 1, 20)):
+    for row in (row for block in part.blocks() for row in part.read(block)):
         try:
-            parse_row(row.value, row.where)
+            parse_raw(row)
         except RowError as error:
-            if error.reason in UNKNOWN_SHAPE:
+            if error.reason == UNKNOWN_SHAPE:
                 continue
         return
     raise ValueError(
-        f"{part.name} must have columns that rows can be made of, such as `messages`, `conversations`, `prompt` and "
-        f"`completion`, or `text`; found {', '.join(part.dataset.column_names)}"
+        f"{part.name} must have columns that rows can be made of (`messages` or `conversations`; `input_ids` and "
+        f"`loss_mask`; `prompt` and `completion`; `text`) and hold something there; found the columns "
+        f"{', '.join(part.dataset.column_names)}"
     )

@@ -6,18 +6,14 @@ a shard appears whole or not at all, and a row that was written twice is read fr
 reads or writes features on disk; what a run does with them is the matter of `store_worker.py`.
 """
 
-import errno
 import json
 import os
 import shutil
 import threading
-import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +25,9 @@ from dflash_graph.store_shard import (
     VERSION,
     DamagedStoreError,
     Shard,
-    StoredRow,
-    remove_unfinished,
-    write_shard,
 )
 
 _RESERVE = 64 << 20  # bytes of the disk that a store leaves alone
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class StoreFullError(RuntimeError):
-    """The disk took no more; whole shards were kept."""
 
 
 class FeatureStore:
@@ -101,9 +89,9 @@ class FeatureStore:
                 raise
             self.damaged[path] = error
         else:
+            self.shards.append(shard)  # before its keys: other threads look a row up without the lock
             for row, key in enumerate(shard.keys):
-                self._index.setdefault(key, (len(self.shards), row))
-            self.shards.append(shard)
+                self._index.setdefault(key, (len(self.shards) - 1, row))
         self._known.add(path.name)
 
     def __contains__(self, key: bytes) -> bool:
@@ -213,113 +201,3 @@ def _make(folder: Path, spec: StoreSpec) -> None:
             temporary.unlink()
     except OSError as error:
         raise ValueError(f"features.path must be a folder that can be written; {folder}: {error}") from None
-
-
-class StoreWriter:
-    """Collects rows and writes them as shards, in a thread of its own; any thread may add.
-
-    At most two shards of rows are in memory, one of them on its way to disk. What is not flushed is lost with the
-    process.
-
-    Args:
-        shard_bytes: a shard is written once its rows reach this size. flush_s: or once the first waits for so long.
-        origin: what makes the features, kept in each shard.
-
-    Attributes:
-        num_rows, num_bytes: on disk.
-    """
-
-    def __init__(
-        self, store: FeatureStore, *, origin: dict[str, Any], shard_bytes: int = 1 << 30, flush_s: float = 60.0
-    ) -> None:
-        self._store, self._origin, self._shard_bytes, self._flush_s = store, origin, shard_bytes, flush_s
-        self._rows: dict[bytes, StoredRow] = {}
-        self._going: dict[bytes, StoredRow] = {}  # on their way to disk
-        self._bytes, self._since = 0, 0.0
-        self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
-        self._write_in_flight: Future[None] | None = None
-        self.num_rows = self.num_bytes = 0
-        remove_unfinished(store.folder / "shards")
-
-    def pending(self, key: bytes) -> StoredRow | None:
-        """A row that was added and may not be on disk yet. One that is not pending any more is in the store."""
-        return self._rows.get(key) or self._going.get(key)
-
-    def add(self, row: StoredRow) -> None:
-        """Take a row, whose arrays must not change any more; one that is there already is dropped.
-
-        Raises:
-            StoreFullError: an earlier shard could not be written for want of space.
-        """
-        with self._lock:
-            if self.pending(row.key) is not None or row.key in self._store:
-                return
-            if not self._rows:
-                self._since = time.monotonic()
-            self._rows[row.key] = row
-            self._bytes += row.nbytes
-            if self._bytes >= self._shard_bytes or time.monotonic() - self._since >= self._flush_s:
-                self._start()
-
-    def flush(self) -> None:
-        """Write what was added, and wait until it is on disk.
-
-        Raises:
-            StoreFullError: the disk is full; the rows are given up, and what stood there before is whole.
-        """
-        with self._lock:
-            if self._rows:
-                self._start()
-            self._finish()
-
-    def _start(self) -> None:
-        """Send the rows collected on their way, when those before have arrived."""
-        self._finish()
-        # In this order: whoever looks meanwhile finds a row in one place or the other.
-        self._going = self._rows
-        self._rows, self._bytes = {}, 0
-        self._write_in_flight = self._thread.submit(self._write, self._going)
-
-    def _finish(self) -> None:
-        write, self._write_in_flight = self._write_in_flight, None
-        if write is None:
-            return
-        try:
-            write.result()
-        except BaseException:
-            self._rows, self._bytes = {}, 0
-            raise
-
-    def _write(self, rows: dict[bytes, StoredRow]) -> None:
-        size, folder = sum(row.nbytes for row in rows.values()), self._store.folder
-        try:
-            name = f"{time.time_ns():016x}-{uuid.uuid4().hex[:8]}"
-            write_shard(folder / "shards", name, self._store.spec, list(rows.values()), self._origin)
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            raise StoreFullError(
-                f"the disk of store {folder} is full ({os.strerror(error.errno)}): {self.num_rows} rows were added and "
-                f"are kept, the next {len(rows)} rows ({gib(size)}) were not. Free space or move the store; the same "
-                "command then goes on where this one stopped"
-            ) from None
-        else:
-            self._store.refresh()
-            self.num_rows += len(rows)
-            self.num_bytes += size
-        finally:
-            self._going = {}  # only now: until they are in the store, others find them here
-
-
-def batches(lengths: NDArray[Any], buckets: list[tuple[int, int]]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Rows in groups that one forward pass holds: (row length of the bucket, indices of its rows).
-
-    Args:
-        lengths: (n,) tokens of each row. buckets: (length, rows) of each, ascending by length.
-    """
-    home = np.searchsorted([length for length, _ in buckets], lengths)
-    for bucket, (length, rows) in enumerate(buckets):
-        members = np.flatnonzero(home == bucket)
-        for start in range(0, len(members), rows):
-            yield length, members[start : start + rows]

@@ -5,8 +5,10 @@ computed as training would. What is there already is left alone, so the same com
 interrupt, a kill, a full disk. Several processes may each write a part.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +17,11 @@ from tqdm import tqdm
 
 from dflash_graph.config import Config
 from dflash_graph.plan import RunPlan, make_plan
-from dflash_graph.store import FeatureStore, StoreWriter, batches, free_space, gib
+from dflash_graph.store import FeatureStore, free_space, gib
 from dflash_graph.store_plan import all_rows, check_space
 from dflash_graph.store_shard import row_key
 from dflash_graph.store_worker import JobRow, encode_row, origin_of
+from dflash_graph.store_writer import StoreWriter
 from dflash_graph.target import Target
 
 
@@ -114,3 +117,16 @@ def _write(plan: RunPlan, rows: list[NDArray[np.int32]], writer: StoreWriter) ->
                 writer.add(encode_row(spec, row, output[row.place]))
             progress.update(int(lengths[members].sum()))
     writer.flush()
+
+
+def batches(lengths: NDArray[Any], buckets: list[tuple[int, int]]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Rows in groups that one forward pass holds: (row length of the bucket, indices of its rows).
+
+    Args:
+        lengths: (n,) tokens of each row. buckets: (length, rows) of each, ascending by length.
+    """
+    home = np.searchsorted([length for length, _ in buckets], lengths)
+    for bucket, (length, rows) in enumerate(buckets):
+        members = np.flatnonzero(home == bucket)
+        for start in range(0, len(members), rows):
+            yield length, members[start : start + rows]

@@ -68,7 +68,7 @@ def _config(args: argparse.Namespace) -> Config:
 
 def run_store(args: argparse.Namespace) -> int:
     """Run one of the commands; 0 is done, 1 that something was found, or that the disk was full."""
-    from dflash_graph.store import StoreFullError
+    from dflash_graph.store_writer import StoreFullError
 
     try:
         return _run(args)

@@ -16,13 +16,14 @@ from tqdm import tqdm
 
 from dflash_graph.config import Config
 from dflash_graph.plan import RunPlan, make_plan
-from dflash_graph.store import FeatureStore, StoreWriter, gib
+from dflash_graph.store import FeatureStore, gib
 from dflash_graph.store_codec import TORCH_DTYPES, decode, relative_errors
 from dflash_graph.store_formats import PeerFormat, PeerRow, find_files, our_layer_ids, read_row
 from dflash_graph.store_identity import StoreSpec
 from dflash_graph.store_plan import check_space
 from dflash_graph.store_shard import StoredRow, row_key
 from dflash_graph.store_worker import JobRow, encode_row
+from dflash_graph.store_writer import StoreWriter
 
 _MEASURED = 100  # rows whose rounding error is measured
 

@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,7 @@ def write_shard(folder: Path, name: str, spec: StoreSpec, rows: Sequence[StoredR
     path = folder / (name + SUFFIX)
     unfinished = path.with_suffix(UNFINISHED)
     try:
-        with unfinished.open("xb", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # while its writer lives, nobody clears it away
+        with _create(unfinished) as file:
             _write(file.fileno(), header + front)
             _write(file.fileno(), token_ids.data)
             for row in rows:
@@ -109,17 +109,27 @@ def write_shard(folder: Path, name: str, spec: StoreSpec, rows: Sequence[StoredR
     return path
 
 
+def _create(path: Path) -> FileIO:
+    """A new file, locked while it is open: as long as its writer lives, nobody clears it away."""
+    while True:
+        file = path.open("xb", buffering=0)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists():  # whoever clears away may have come between the two
+            return file
+        file.close()
+
+
 def remove_unfinished(folder: Path) -> int:
     """Remove what writers left behind that do not live any more; how many files."""
     count = 0
     for path in folder.glob("*" + UNFINISHED):
-        with path.open("rb") as file:
-            try:
+        try:
+            with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            path.unlink(missing_ok=True)
-            count += 1
+                path.unlink(missing_ok=True)
+                count += 1
+        except (BlockingIOError, FileNotFoundError):  # its writer lives, or has just ended
+            continue
     return count
 
 

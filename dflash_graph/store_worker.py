@@ -24,12 +24,13 @@ from dflash_graph.graphs import CapturePhase, Observer
 from dflash_graph.handoff import FeatureCopy, choose_route
 from dflash_graph.plan import RunPlan
 from dflash_graph.static_buffers import SLOT_METADATA, BufferTable, JobSource, Ring
-from dflash_graph.store import FeatureStore, StoreWriter
+from dflash_graph.store import FeatureStore
 from dflash_graph.store_codec import TORCH_DTYPES, decode, encode, find_fault
 from dflash_graph.store_identity import StoreSpec
 from dflash_graph.store_plan import check_space
 from dflash_graph.store_shard import StoredRow, row_key
 from dflash_graph.store_target import HeadTarget
+from dflash_graph.store_writer import StoreWriter
 from dflash_graph.target import Target
 from dflash_graph.workers import TargetWorker, make_context, set_cpu_threads
 

@@ -13,19 +13,19 @@ text up to a turn is the same whatever follows, so every claim is checked by com
 Called by chat.py.
 """
 
+import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dflash_graph.chat_template import ChatTemplate, answer_part
+from dflash_graph.chat_template import ChatTemplate
 from dflash_graph.row_messages import Message
 from dflash_graph.row_shapes import Conversation
 from dflash_graph.row_values import RowError
+from dflash_graph.turn_marks import Place, begins_with_call, find_marked, parts_of, refuse_missing
 
 _FEW_TURNS = 2  # up to here rendering each turn costs no more than marks do
-_MARKS = (("\ue000", "\ue001"), ("\uf8f0", "\uf8f1"), ("\U000f0000", "\U000f0001"))  # private use
 # Reasoning without content at the start of a turn; the opening may stand in the generation prompt.
 _EMPTY_REASONING = re.compile(r"\s*(?:[<\[◁](\w+)[>\]▷]\s*)?[<\[◁]/(\w+)[>\]▷]\s*")
 
@@ -61,8 +61,7 @@ class TurnSpans:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
-        self._end_token: str | None = None
-        self._end_token_known = False
+        self._probe: tuple[str, str] | None = None
 
     def render(self, conversation: Conversation) -> list[Rendered]:
         """The conversation's rows, in order of their turns: one, or more where the template rewrites earlier turns.
@@ -73,18 +72,17 @@ class TurnSpans:
         """
         return _Finder(self, conversation).rows()
 
-    def end_token(self) -> str | None:
-        """The special token that ends a plain turn, found by rendering one."""
-        if not self._end_token_known:
-            self._end_token_known = True
+    def probe(self) -> tuple[str, str]:
+        """Of a plain turn: what stands between the prompt and the content, and the special token that ends it ("")."""
+        if self._probe is None:
+            self._probe = ("", "")
             probe = Conversation([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "probe")
-            try:
+            with contextlib.suppress(RowError):  # a template that refuses it
                 turn = _Finder(self, probe).exact(1)
-            except RowError:
-                return None
-            ending = turn.text[turn.body[1] : turn.end]
-            self._end_token = next((name for name in self.template.special_tokens if ending.endswith(name)), None)
-        return self._end_token
+                ending = turn.text[turn.body[1] : turn.end]
+                token = next((name for name in self.template.special_tokens if ending.endswith(name)), "")
+                self._probe = (turn.text[turn.prompt : turn.body[0]], token)
+        return self._probe
 
 
 class _Finder:
@@ -146,7 +144,9 @@ class _Finder:
         return self._exact[i]
 
     def _difference(self, i: int, prompt: str, text: str) -> str:
-        at = next((k for k, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), min(len(prompt), len(text)))
+        at = next(
+            (k for k, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), min(len(prompt), len(text))
+        )
         return (
             f"the template is not prefix-stable: before message {i} the prompt reads {prompt[at : at + 30]!r} where "
             f"the answered conversation reads {text[at : at + 30]!r}; data.chat_template may name a copy with "
@@ -155,40 +155,45 @@ class _Finder:
 
     def _find_body(self, i: int, text: str, prompt: int) -> tuple[int, int]:
         """First and last character in `text` of what message i says."""
-        message = self.messages[i]
-        parts = _parts(message)
-        cores = [message_text[a:b] for message_text, a, b in parts]
-        if not cores:
+        parts = parts_of(self.messages[i])
+        if not parts:
             return prompt, prompt
-        if len(cores) == 1 and "tool_calls" not in message and text.count(cores[0], prompt) == 1:
-            at = text.index(cores[0], prompt)
-            return at, at + len(cores[0])
+        if len(parts) == 1 and parts[0].kind == "content" and text.count(parts[0].core, prompt) == 1:
+            at = text.index(parts[0].core, prompt)
+            return at, at + len(parts[0].core)
         marked = self._mark(self.messages[: i + 1], [i], text)
-        if marked is not None and (found := marked.get(i)) is not None and found[0] >= prompt:
-            return found
+        if marked is not None:
+            return self._body(i, marked[i])
         at, places = prompt, []
-        for core in cores:
-            at = text.find(core, at)
+        for part in parts:
+            at = text.find(part.core, at)
             if at < 0:
-                raise RowError(*_missing(message, core))
-            places += [at, at := at + len(core)]
-        if any(name in core for name in self.template.special_tokens for core in cores):
+                raise refuse_missing(part, i)
+            places += [at, at := at + len(part.core)]
+        if any(name in part.core for name in self.template.special_tokens for part in parts):
             raise RowError("turn_not_found", f"the template changes message {i}, which holds special tokens")
         return places[0], places[-1]
+
+    def _mark(self, messages: list[Message], which: list[int], plain: str) -> dict[int, list[Place]] | None:
+        return find_marked(self.template, messages, self.tools, which, plain)
+
+    def _body(self, i: int, places: list[Place]) -> tuple[int, int]:
+        """From the first part's start to the last one's end."""
+        found = [place for place in places if place is not None]
+        if len(found) < len(places):
+            raise refuse_missing(parts_of(self.messages[i])[places.index(None)], i)
+        return found[0][0], found[-1][1]
 
     def _start(self, i: int, text: str, prompt: int, body: int) -> int:
         """Where turn i begins, given the end of its generation prompt and the start of what it says."""
         message = self.messages[i]
         if not self.template.has_generation_prompt:
-            said = message.get("reasoning_content", "") or message["content"]
-            lead = said.lstrip()[: _core(said)[0] - (len(said) - len(said.lstrip()))]
+            if begins_with_call(message):
+                header = self.spans.probe()[0]
+                return prompt + len(header) if text.startswith(header, prompt) else prompt
+            lead = next((part.before for part in parts_of(message)), "")
             return body - len(lead) if text.endswith(lead, 0, body) else body
-        if message.get("reasoning_content", "").strip() or "</think>" in message["content"]:
-            return prompt
-        empty = _EMPTY_REASONING.match(text, prompt, body)
-        if empty and (empty[1] == empty[2] or (empty[1] is None and text[:prompt].rstrip().endswith(empty[2] + ">"))):
-            return empty.end()
-        return prompt
+        return without_empty_reasoning(message, text, (prompt, body))[0]
 
     def _end(self, i: int, text: str, floor: int) -> int:
         """Where turn i, the last in `text`, ends: behind the first of the special tokens that follow what it says.
@@ -205,7 +210,7 @@ class _Finder:
             return stop
         # Tokens that close a call are the target's too.
         if "tool_calls" in self.messages[i] and len(run) > 1:
-            return next((end for name, end in reversed(run) if name == self.spans.end_token()), run[-1][1])
+            return next((end for name, end in reversed(run) if name == self.spans.probe()[1]), run[-1][1])
         return run[-1][1]
 
     # ---- all turns at once ----
@@ -213,12 +218,15 @@ class _Finder:
     def _linear(self) -> list[tuple[int, int]] | None:
         """Spans of all turns in the whole text, or None where that cannot be vouched for."""
         text = self.whole()
-        marked = self._mark(self.messages, [i for i, _ in enumerate(self.messages)], text)
-        if marked is None or any(i not in marked for i in self.turns):
+        behind_calls = {i + 1 for i in self.turns if "tool_calls" in self.messages[i]} & set(range(len(self.messages)))
+        found = self._mark(self.messages, sorted({*self.turns, *behind_calls}), text)
+        if found is None or not all(found[i] and None not in found[i] for i in self.turns):
             return None
+        marked = {i: self._body(i, places) for i, places in found.items() if places and None not in places}
         header = self._header()
         if header is None:
             return None
+        has_prompt = self.template.has_generation_prompt
         # The checked turns: what each kind of turn looks like before and behind what it says.
         known: dict[Any, tuple[str, str]] = {}
         checked: dict[int, tuple[int, int]] = {}
@@ -227,7 +235,7 @@ class _Finder:
             if not text.startswith(turn.text[: turn.end]) or turn.body != marked[i]:
                 return None
             checked[i] = (turn.start, turn.end)
-            gap = text[turn.prompt : turn.body[0]].strip()
+            gap = text[turn.prompt if has_prompt else turn.start : turn.body[0]].strip()
             known.setdefault(self._kind(i), (gap, text[turn.body[1] : turn.end]))
         spans, floor = [], 0
         places = [*sorted((at, i) for i, (at, _) in marked.items()), (len(text), -1)]
@@ -235,13 +243,18 @@ class _Finder:
         for i in self.turns:
             body, stop = marked[i]
             gap, tail = known[self._kind(i)]
-            prompt = body
-            if self.template.has_generation_prompt:
+            if has_prompt:
                 at = text.rfind(header, floor, body)
                 prompt = at + len(header)
                 if at < 0 or text[prompt:body].strip() != gap:
                     return None
-            start = self._start(i, text, prompt, body)
+                start = self._start(i, text, prompt, body)
+            elif begins_with_call(self.messages[i]):
+                start = body - len(gap)
+                if not text.startswith(gap, start):
+                    return None
+            else:
+                start = self._start(i, text, body, body)
             end = self._tail_end(i, text, stop, following[i], tail)
             if end is None or checked.get(i, (start, end)) != (start, end):
                 return None
@@ -269,7 +282,11 @@ class _Finder:
     def _kind(self, i: int) -> tuple[Any, ...]:
         message = self.messages[i]
         after = self.messages[i + 1]["role"] if i + 1 < len(self.messages) else ""
-        said = (bool(message.get("reasoning_content")), "</think>" in message["content"], bool(message["content"].strip()))
+        said = (
+            bool(message.get("reasoning_content")),
+            "</think>" in message["content"],
+            bool(message["content"].strip()),
+        )
         return (*said, "tool_calls" in message, self.messages[i - 1]["role"], after)
 
     def _sample(self) -> list[int]:
@@ -283,110 +300,19 @@ class _Finder:
             at //= 4
         return sorted({*firsts.values(), *(self.turns[place] for place in places)})
 
-    # ---- marks ----
 
-    def _mark(self, messages: list[Message], which: list[int], plain: str) -> dict[int, tuple[int, int]] | None:
-        """[start, end) in `plain` of what the messages `which` say, by rendering them with marks.
+def without_empty_reasoning(message: Message, text: str, span: tuple[int, int]) -> tuple[int, int]:
+    """A turn's span without the empty reasoning block that the template wrote at its start, if there is one.
 
-        None if the marks change anything but themselves: then the template looks at the text, and so do we.
-        """
-        pair = next((pair for pair in _MARKS if not any(mark in plain for mark in pair)), None)
-        if pair is None:
-            return None
-        count = 0
-        owners: list[int] = []
-
-        def mark(text: str, start: int, end: int) -> str:
-            nonlocal count
-            count += 2
-            return "".join(
-                (text[:start], f"{pair[0]}{count - 2}{pair[1]}", text[start:end], f"{pair[0]}{count - 1}{pair[1]}", text[end:])
-            )
-
-        copies = list(messages)
-        for i in which:
-            before = count
-            copies[i] = _marked(messages[i], mark)
-            owners += [i] * (count - before)
-        try:
-            text = self.template.render(copies, self.tools, False)
-        except RowError:
-            return None
-        pieces = re.split(f"{pair[0]}(\\d+){pair[1]}", text)
-        if "".join(pieces[::2]) != plain or [int(number) for number in pieces[1::2]] != list(range(count)):
-            return None
-        found: dict[int, tuple[int, int]] = {}
-        for i, at in zip(owners, _starts(pieces[::2]), strict=True):
-            found[i] = (found.get(i, (at, at))[0], at)
-        return found
-
-
-def _starts(pieces: list[str]) -> Iterator[int]:
-    at = 0
-    for piece in pieces[:-1]:
-        at += len(piece)
-        yield at
-
-
-def _core(text: str) -> tuple[int, int]:
-    """[start, end) of a text without white space around it, and without the reasoning tag that it may begin with."""
-    start = len(text) - len(text.lstrip())
-    if text.startswith("<think>", start):
-        start += len("<think>")
-        start += len(text[start:]) - len(text[start:].lstrip())
-    return start, max(start, len(text.rstrip()))
-
-
-def _parts(message: Message) -> list[tuple[str, int, int]]:
-    """(text, start, end) of everything that an assistant message says, in the order in which templates write it."""
-    parts = [(message.get("reasoning_content", ""), *_core(message.get("reasoning_content", "")))]
-    content = message["content"]
-    parts += [(content, start, end) for start, end in _content_cores(content)]
-    parts += [
-        (call["function"]["name"], 0, len(call["function"]["name"])) for call in message.get("tool_calls", ())
-    ]
-    return [part for part in parts if part[1] < part[2]]
-
-
-def _content_cores(content: str) -> list[tuple[int, int]]:
-    """Reasoning inside the content, and what follows it: templates take them apart."""
-    answer = answer_part(content)
-    cut = len(content) - len(answer)
-    if cut == 0:
-        start = len(content) - len(content.lstrip())
-        return [(start, max(start, len(content.rstrip())))]
-    first = _core(content[: cut - len("</think>")])
-    start = cut + len(answer) - len(answer.lstrip())
-    return [first, (start, max(start, len(content.rstrip())))]
-
-
-def _marked(message: Message, mark: Any) -> Message:
-    """A copy with marks around its parts; of a message that is not the assistant's, around its content."""
-    copy = dict(message)
-    assistant = message["role"] == "assistant"
-    reasoning = message.get("reasoning_content", "")
-    if assistant and reasoning.strip():
-        copy["reasoning_content"] = mark(reasoning, *_core(reasoning))
-    content, offset = message["content"], 0
-    cores = _content_cores(content) if assistant else [(len(content) - len(content.lstrip()), len(content.rstrip()))]
-    for start, end in cores:
-        if start < end:
-            longer = mark(content, start + offset, end + offset)
-            offset += len(longer) - len(content)
-            content = longer
-    copy["content"] = content
-    if assistant and "tool_calls" in message:
-        copy["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": mark(name, 0, len(name))}}
-            for call in message["tool_calls"]
-            for name in [call["function"]["name"]]
-        ]
-    return copy
-
-
-def _missing(message: Message, core: str) -> tuple[str, str]:
-    if core in message.get("reasoning_content", "") or core not in answer_part(message["content"]):
-        if any(core == call["function"]["name"] for call in message.get("tool_calls", ())):
-            return "tool_calls_not_rendered", f"the template does not show the call of {core!r}"
-        return "reasoning_not_rendered", "the template does not show the reasoning of an answer that ends its text"
-    return "message_not_rendered", f"the template does not show the answer {core[:40]!r}"
+    A block that the message itself holds is what the target said, and stays.
+    """
+    start, end = span
+    if message.get("reasoning_content", "").strip() or "</think>" in message["content"]:
+        return span
+    block = _EMPTY_REASONING.match(text, start, end)
+    if block is None:
+        return span
+    opened = block[1] or re.search(r"[<\[◁](\w+)[>\]▷]\s*\Z", text[max(0, start - 80) : start])
+    if opened == block[2] or (isinstance(opened, re.Match) and opened[1] == block[2]):
+        return block.end(), end
+    return span

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_space(text: int, work: Path) -> None:
-    """Say early that the disk may not do: shards and rows take some 5 bytes for a token, that is for 4 bytes of text."""
+    """Say early that the disk may not do: shards and rows take some 5 bytes for a token, which is 4 bytes of text."""
     free = shutil.disk_usage(work).free
     if free < 2.5 * text:
         logger.warning(

@@ -17,9 +17,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from dflash_graph import data
-from dflash_graph.chat import ChatEncoder, Conversation
+from dflash_graph.chat import ChatEncoder, EncodedRow
 from dflash_graph.config import TargetConfig
 from dflash_graph.data import TokenRows, check_mask_token, choose_mask_token, load_tokenizer, prepare
+from dflash_graph.row_shapes import Conversation
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -95,11 +96,17 @@ def words_and_mask(tokenizer: Any, rows: TokenRows, i: int = 0) -> list[tuple[st
     return list(zip(tokenizer.convert_ids_to_tokens(tokens.tolist()), mask.tolist(), strict=True))
 
 
+def encode_one(tokenizer: Any, template: str, row: dict[str, Any]) -> EncodedRow:
+    result = ChatEncoder(tokenizer, template).encode([Conversation(row["messages"], "x:1")])[0]
+    assert not isinstance(result, Exception), result
+    assert len(result) == 1
+    return result[0]
+
+
 def supervised_text(template: str, *contents: str, **options: Any) -> list[str]:
     """The supervised stretches of a conversation, decoded, with a byte-level tokenizer."""
     tokenizer = byte_tokenizer(template)
-    row = ChatEncoder(tokenizer, template).encode([Conversation(chat(*contents, **options)["messages"], "x:1")])[0]
-    assert not isinstance(row, Exception), row
+    row = encode_one(tokenizer, template, chat(*contents, **options))
     edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask, [0]])))
     return [tokenizer.decode(row.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
 
@@ -194,13 +201,13 @@ def test_bos_is_added_where_the_tokenizer_would(tmp_path: Path, adds_bos: bool, 
             "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
             ["hé 🙂 ok [END]", "end [END]"],
         ),
-        # Text that the template puts before the answer is the target's to write (Qwen3's empty reasoning).
+        # Reasoning that the template itself writes empty is not the target's (Qwen3).
         (
             "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
             "{% if m['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
             "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-            ["<think>\n\n</think>\n\nhé 🙂 ok<|im_end|>", "<think>\n\n</think>\n\nend<|im_end|>"],
+            ["hé 🙂 ok<|im_end|>", "end<|im_end|>"],
         ),
     ],
     ids=["chatml", "llama3", "phi3", "mistral", "no-prompt", "no-end", "text-end", "qwen3-single"],
@@ -223,8 +230,7 @@ def test_token_across_the_start_of_a_turn_is_supervised(template: str) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(" ", "removed"), newlines]
     )
-    row = ChatEncoder(tokenizer, template).encode([Conversation(chat("a", "\nb")["messages"], "x:1")])[0]
-    assert not isinstance(row, Exception)
+    row = encode_one(tokenizer, template, chat("a", "\nb"))
     assert tokenizer.convert_ids_to_tokens(row.tokens[row.loss_mask == 1]) == ["\n\n", "b", "<|im_end|>"]
 
 
@@ -236,19 +242,20 @@ def test_any_text_is_supervised_exactly(contents: list[str]) -> None:
     assert supervised_text(CHATML_TAGS, *contents) == expected
 
 
-def test_unstable_template_is_refused(tmp_path: Path) -> None:
+def test_template_that_rewrites_history_gives_a_row_per_turn(tmp_path: Path) -> None:
     tokenizer = word_tokenizer(template=REWRITES_HISTORY)
-    stable = chat("a", "b </think> c")
-    with pytest.raises(ValueError, match=r"not prefix-stable.*rows\.jsonl:2, message 1.*chat_template.*generation %\}"):
-        run(tmp_path, tokenizer, stable, chat("a", "b </think> c", "d", "e"))
-    assert not any((tmp_path / "cache").glob("**/*.bin")), "a refused run must leave nothing behind"
-    assert len(run(tmp_path, tokenizer, stable)) == 1
+    rows = run(tmp_path, tokenizer, chat("a", "b </think> c"), chat("a", "b </think> c", "d", "e"))
+    assert (rows.report.rows_in, rows.report.kept, rows.report.rows_written) == (2, 2, 3)
+    supervised = [[word for word, mask in words_and_mask(tokenizer, rows, i) if mask] for i in range(3)]
+    assert supervised == [["b", "</think>", "c", "<|im_end|>"]] * 2 + [["e", "<|im_end|>"]]
+    assert [word for word, _ in words_and_mask(tokenizer, rows, 2)].count("</think>") == 0
 
 
 def test_unstable_generation_prompt_is_refused(tmp_path: Path) -> None:
     template = CHATML.replace("assistant\n' }}{% endif", "assistant\nd ' }}{% endif")
-    with pytest.raises(ValueError, match="not prefix-stable"):
+    with pytest.raises(ValueError, match=r"(?s)no trainable row.*1 unstable_template.*not prefix-stable"):
         run(tmp_path, word_tokenizer(template=template), chat("a", "b"))
+    assert not any((tmp_path / "cache").glob("[!.]*/*.bin")), "a refused run must leave nothing behind"
 
 
 def test_tokenizer_without_offsets() -> None:
@@ -263,8 +270,7 @@ def test_tokenizer_without_offsets() -> None:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return {"input_ids": tokenizer(*args, **kwargs)["input_ids"]}
 
-    row = ChatEncoder(Slow(), CHATML).encode([Conversation(chat("a b", "c d", "e", "a")["messages"], "x:1")])[0]
-    assert not isinstance(row, Exception)
+    row = encode_one(Slow(), CHATML, chat("a b", "c d", "e", "a"))
     assert row.loss_mask.tolist() == [mask for _, mask in CHATML_EXPECTED]
     with pytest.raises(ValueError, match="generation tags needs a tokenizer that reports offsets"):
         ChatEncoder(Slow(), CHATML_TAGS)
@@ -277,7 +283,7 @@ BAD = {
     "invalid_json": b'{"messages": [',
     "invalid_utf8": b'{"messages": "\xff"}',
     "not_an_object": [1, 2],
-    "no_messages": {"text": "a"},
+    "unknown_shape": {"words": "a"},
     "messages_not_a_list": {"messages": "a"},
     "empty_conversation": {"messages": []},
     "system_only": {"messages": [{"role": "system", "content": "a"}]},
@@ -286,10 +292,13 @@ BAD = {
     "message_not_an_object": {"messages": ["a", "b"]},
     "unknown_role": {"messages": [{"role": "narrator", "content": "a"}]},
     "null_content": {"messages": [GOOD["messages"][0], {"role": "assistant", "content": None}]},
-    "content_not_text": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+    "content_not_text": {"messages": [{"role": "user", "content": [["a"]]}]},
     "invalid_unicode": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-    "tool_calls": {"messages": [GOOD["messages"][0], {"role": "assistant", "content": None, "tool_calls": [{"x": 1}]}]},
-    "no_candidate_anchor": chat("a", ""),
+    "broken_tool_call": {
+        "messages": [GOOD["messages"][0], {"role": "assistant", "content": None, "tool_calls": [{"x": 1}]}]
+    },
+    "empty_answer": chat("a", " "),
+    "no_candidate_anchor": {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0]},
 }
 
 
@@ -308,16 +317,16 @@ def test_every_odd_row_is_dropped_with_its_reason(tmp_path: Path, template: str)
     "row, reason",
     [
         ({"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "b"}]}, "roles_out_of_order"),
-        ({"messages": [*GOOD["messages"], GOOD["messages"][1]]}, "roles_out_of_order"),
+        ({"messages": [*GOOD["messages"], GOOD["messages"][0], GOOD["messages"][0]]}, "roles_out_of_order"),
         ({"messages": [*GOOD["messages"], {"role": "system", "content": "a"}]}, "roles_out_of_order"),
-        ({"messages": [*GOOD["messages"], {"role": "tool", "content": "a"}]}, "tool_calls"),
+        ({"messages": [*GOOD["messages"], {"role": "tool", "content": "a"}]}, "roles_out_of_order"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "function_call": {}}]}, "null_content"),
-        ({**GOOD, "tools": [{"name": "f"}]}, "tool_calls"),
+        ({**GOOD, "tools": [{"name": "f"}]}, "tools_not_rendered"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, "null_content"),
         ({"messages": [{"role": None, "content": "a"}]}, "unknown_role"),
         ({"messages": [{"content": "a"}]}, "unknown_role"),
         ({"messages": [{"role": "user", "content": 3}]}, "content_not_text"),
-        ({"messages": None, "conversations": None}, "no_messages"),
+        ({"messages": None, "conversations": None}, "unknown_shape"),
         (b"null", "not_an_object"),
         (b"[" * 100_000, "invalid_json"),
         (b"9" * 10_000, "invalid_json"),

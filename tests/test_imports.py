@@ -14,7 +14,8 @@ PACKAGE = Path(dflash_graph.__file__).parent
 ORDER = [
     "control", "findings", "op_rules", "traces", "frozen_world", "interception", "tracing", "graph_backends",
     "graphs", "observer", "config_groups", "config", "row_values", "row_messages", "row_shapes", "chat_template",
-    "turn_spans", "chat", "row_keys", "json_documents", "source_files", "spill", "sources", "shards", "shard_worker",
+    "turn_marks", "turn_spans", "chat", "row_keys", "json_documents", "source_files", "spill", "sources", "shards",
+    "shard_worker",
     "shard_runner", "work_folder", "tokenizer", "data_report", "selection", "data_writer", "token_rows", "mask_token",
     "data", "held_out_rows", "inspection", "schedule", "padding", "dispatch", "ring", "pool", "static_buffers",
     "memory", "attention", "target", "store_codec", "store_identity", "store_shard", "store", "store_writer",

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from dflash_graph.config_groups import SourceConfig
 from dflash_graph.data import TokenRows, prepare, prepare_run
 from dflash_graph.data_writer import _copies_of_rows
 from dflash_graph.inspection import choose_rows, describe_row, text_histogram
-from dflash_graph.row_adapter import parse_row
 from dflash_graph.row_keys import row_keys
-from tests.test_data import CHATML, GOOD, byte_tokenizer, chat, word_tokenizer, write
+from dflash_graph.row_shapes import parse_row
+from tests.test_data import CHATML, GOOD, REWRITES_HISTORY, byte_tokenizer, chat, word_tokenizer, write
 from tests.test_sources import KINDS
 from tests.tiny import tiny_settings
 
@@ -361,45 +360,67 @@ def test_order_of_copies_with_several_parts() -> None:
     assert _copies_of_rows(parts, np.zeros(6)).tolist() == []
 
 
-def test_rows_of_several_parts_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a template that rewrites history makes them: one encoded row per answer, some of which may be cut away."""
-    original = shards.encode
+def test_rows_of_several_parts_count_once(tmp_path: Path) -> None:
+    """A template that drops earlier reasoning gives one encoded row for each answer, some of which may be too long."""
 
-    def encode(encoder: Any, rows: Any) -> list[Any]:
-        def parts(row: Any) -> list[Any]:
-            turns = range(2, len(row.messages) + 1, 2)
-            each = [original(encoder, [replace(row, messages=row.messages[:n])])[0] for n in turns]
-            return [part for result in each for part in result]
+    def answer(text: str) -> str:
+        return f"b </think> {text}"
 
-        return [parts(row) for row in rows]
-
-    monkeypatch.setattr(shards, "encode", encode)
     lines = [
-        chat("a", "b c", "d", "e a"),
-        chat("a", "c d"),
-        chat("b", "d e", "c", "", "e", "a b"),
-        chat("c", "", "d", ""),
+        chat("a", answer("c"), "d", answer("e a")),
+        chat("a", answer("c d")),
+        chat("b", answer("d"), "c", answer("e"), "e", answer("a b c d e")),
+        chat("c"),
     ]
     file = str(write(tmp_path / "x.jsonl", *lines))
-    rows = build(tmp_path, [file, SourceConfig(path=file, weight=2, name="twice")], "cache")
+
+    def build_parts(files: list[Any], **options: Any) -> TokenRows:
+        options = {"max_length": 64, "cache_dir": tmp_path / "cache", "workers": 1} | options
+        return prepare(files, word_tokenizer(template=REWRITES_HISTORY), **options)
+
+    rows = build_parts([file, SourceConfig(path=file, weight=2, name="twice")])
     one, two = rows.report.sources
     assert (one.rows_in, one.kept, one.rows_written) == (4, 3, 2 + 1 + 3)
     assert (two.rows_in, two.kept, two.rows_written) == (4, 3, 2 * (2 + 1 + 3))
-    assert one.dropped == {"no_candidate_anchor": 1}
+    assert one.dropped == {"no_assistant_turn": 1}
     account(rows)
     words = texts(rows)
     assert words[6:8] == words[8:10] == words[0:2], "the copies of a row follow each other, parts together"
-    assert words[1].startswith(words[0])
+    assert words[0] != words[1]
     assert rows.origins["number"].tolist() == [1, 1, 2, 3, 3, 3, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
-    short = build(tmp_path, [file], "cache", max_length=25, overlong="drop")
-    assert (short.report.kept, short.report.rows_written) == (3, 4)
-    assert short.report.parts_dropped == {"overlong": 2}
-    assert short.report.dropped == {"no_candidate_anchor": 1}
-    assert "parts of kept rows dropped: 2 overlong" in str(short.report)
-    held = build(tmp_path, [file], "cache", holdout=1)
+    longest = int(rows.origins["full_length"][rows.origins["number"] == 3].max())
+    short = build_parts([file], max_length=longest - 1, overlong="drop")
+    assert (short.report.kept, short.report.rows_written) == (3, 5)
+    assert short.report.parts_dropped == {"overlong": 1}
+    assert short.report.dropped == {"no_assistant_turn": 1}
+    assert "parts of kept rows dropped: 1 overlong" in str(short.report)
+    held = build_parts([file], holdout=1)
     assert held.holdout is not None
-    assert held.holdout.report.kept == 2, "two rows have that prompt"
+    assert held.holdout.report.kept in (1, 2), "two rows have one prompt"
     assert len(held) + len(held.holdout) == 6
+
+
+def test_every_shape_of_row_goes_through(tmp_path: Path) -> None:
+    """Conversations, raw text, completions and tokens in one source; the mask of text and tokens may cover all."""
+    tokenizer = word_tokenizer()
+    shapes = [
+        chat("a", "b c"),
+        {"text": "a b c d"},
+        {"prompt": "a b ", "completion": "c d e"},
+        {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]},
+        {"text": " a  b c d "},
+    ]
+    rows = build(tmp_path, [write(tmp_path / "x.jsonl", *shapes)], "cache", deduplicate="exact")
+    assert rows.lengths.tolist() == [13, 4, 5, 3]
+    assert [rows.row(i)[1].tolist() for i in range(1, 4)] == [[0, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1]]
+    assert rows.report.dropped == {"duplicate": 1}
+    account(rows)
+    alone = write(tmp_path / "y.jsonl", *shapes[1:])
+    tokenizer.chat_template = None
+    bare = prepare([alone], tokenizer, max_length=64, cache_dir=tmp_path / "cache")
+    assert (len(bare), bare.report.mask_source) == (4, "the rows")
+    with pytest.raises(ValueError, match="no_chat_template"):
+        prepare([write(tmp_path / "z.jsonl", shapes[0])], tokenizer, max_length=64, cache_dir=tmp_path / "cache")
 
 
 def test_settings_of_a_source_change_the_fingerprint(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
-from dflash_graph import prompts
 from dflash_graph.prompts import load_prompt_sets, load_prompts, prompt_of
 from tests.eval_tiny import TEMPLATE, chat, save_tokenizer, write_jsonl
 
@@ -45,7 +43,7 @@ def test_prompts_have_exactly_one_bos(tmp_path: Path) -> None:
 def test_bad_rows_are_named(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps(chat("a")) + "\n\nnot json\n")
-    with pytest.raises(ValueError, match=r"prompts of set p cannot be used: .*p\.jsonl:3 is no conversation"):
+    with pytest.raises(ValueError, match=r"prompts of set p cannot be used: .*p\.jsonl:3 is no prompt"):
         load_prompts(path, tokenizer)
     path.write_text("\n")
     with pytest.raises(ValueError, match="must be at least one"):
@@ -54,14 +52,14 @@ def test_bad_rows_are_named(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be at least one"):
         load_prompts(path, tokenizer)
     write_jsonl(path, [{"messages": [{"role": "user", "content": None}]}])
-    with pytest.raises(ValueError, match=r"p\.jsonl:1 is no conversation"):
+    with pytest.raises(ValueError, match=r"p\.jsonl:1 is no prompt"):
         load_prompts(path, tokenizer)
     with pytest.raises(ValueError, match=r"prompts of set none cannot be used: .*missing"):
         load_prompts(tmp_path / "none.jsonl", tokenizer)
     refusing = tmp_path / "refusing.jinja"
     refusing.write_text("{{ raise_exception('no system here') }}")
     write_jsonl(path, [chat("a")])
-    with pytest.raises(ValueError, match=r"p\.jsonl:1: the chat template cannot render it: .*no system here"):
+    with pytest.raises(ValueError, match=r"p\.jsonl:1 is no prompt: .*no system here"):
         load_prompts(path, tokenizer, str(refusing))
     empty = tmp_path / "empty.jinja"
     empty.write_text("{% if false %}x{% endif %}")
@@ -98,19 +96,33 @@ def test_every_format_of_rows_is_read(tokenizer: Any, tmp_path: Path) -> None:
         assert load_prompts(tmp_path / name, tokenizer) == expected
 
 
-def test_rows_that_are_no_conversations(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_every_shape(tokenizer: Any, tmp_path: Path) -> None:
     """Token ids up to their last answer, a text prompt as it is, raw text whole; none of them has messages."""
-    rows = [
-        SimpleNamespace(tokens=[5, 6, 7, 8, 9], loss_mask=[0, 1, 0, 1, 1]),
-        SimpleNamespace(prompt="ab", completion="c"),
-        SimpleNamespace(text="abc"),
+    rows: list[dict[str, Any]] = [
+        {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 0, 1, 1]},
+        {"prompt": "ab", "completion": "c"},
+        {"prompt": "ab"},
+        {"text": "abc"},
+        {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
+        {"messages": [{"role": "user", "content": "a"}], "tools": []},
     ]
-    monkeypatch.setattr(prompts, "_parse", lambda raw: rows[json.loads(raw.value)["row"]])
-    path = write_jsonl(tmp_path / "p.jsonl", [{"row": i} for i in range(3)])
-    (found,) = load_prompt_sets([path], tokenizer)
+    (found,) = load_prompt_sets([write_jsonl(tmp_path / "p.jsonl", rows)], tokenizer)
     assert found.prompts[0] == [5, 6, 7]
-    assert [tokenizer.decode(ids) for ids in found.prompts[1:]] == ["ab", "abc"]
-    assert found.messages == [[], [], []]
+    assert [tokenizer.decode(ids) for ids in found.prompts[1:4]] == ["ab", "ab", "abc"]
+    assert (
+        found.prompts[4]
+        == found.prompts[5]
+        == load_prompts(write_jsonl(tmp_path / "q.jsonl", [chat("a")]), tokenizer)[0]
+    )
+    assert [len(messages) for messages in found.messages] == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_tokenizer_without_a_template_reads_what_needs_none(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path)
+    tokenizer.chat_template = None
+    assert load_prompts(write_jsonl(tmp_path / "p.jsonl", [{"text": "abc"}]), tokenizer) == [tokenizer("abc").input_ids]
+    with pytest.raises(ValueError, match=r"p\.jsonl:1 is no prompt: .*has no chat template"):
+        load_prompts(write_jsonl(tmp_path / "p.jsonl", [chat("a")]), tokenizer)
 
 
 def test_the_last_answer_of_a_row() -> None:

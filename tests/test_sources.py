@@ -24,7 +24,7 @@ from dflash_graph import json_documents, sources
 from dflash_graph.config_groups import SourceConfig
 from dflash_graph.data import prepare
 from dflash_graph.json_documents import iterate_rows
-from dflash_graph.row_adapter import RowError
+from dflash_graph.row_values import RowError
 from dflash_graph.source_files import file_digest, find_files
 from dflash_graph.sources import LineFile, Source, open_source, parse_raw
 from tests.test_data import chat, word_tokenizer
@@ -351,7 +351,13 @@ def test_damaged_datasets_folder(tmp_path: Path) -> None:
 
 def test_table_without_usable_columns(tmp_path: Path) -> None:
     pq.write_table(pa.table({"quality": [1, 2], "label": ["a", "b"]}), tmp_path / "x.parquet")
-    refused(str(tmp_path / "x.parquet"), r"x\.parquet must have columns .*found quality, label")
+    refused(str(tmp_path / "x.parquet"), r"x\.parquet must have columns .*found the columns quality, label")
+
+
+def test_a_table_may_begin_with_rows_of_nothing(tmp_path: Path) -> None:
+    pq.write_table(as_table([*[{"messages": None}] * 30, *ROWS]), tmp_path / "x.parquet")
+    report = prepare([tmp_path / "x.parquet"], word_tokenizer(), max_length=64, cache_dir=tmp_path / "cache").report
+    assert (report.kept, report.dropped) == (12, {"unknown_shape": 30})
 
 
 def test_rows_of_a_table_that_are_no_conversation_are_counted(tmp_path: Path) -> None:

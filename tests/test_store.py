@@ -1,6 +1,7 @@
 """The feature store on disk: what is written is read, damage is named, a full disk and a kill leave whole shards."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -20,14 +21,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dflash_graph import store as store_module
-from dflash_graph import store_shard
+from dflash_graph import store_shard, store_writer
 from dflash_graph.config import TargetConfig
-from dflash_graph.store import FeatureStore, StoreFullError, StoreWriter, batches
+from dflash_graph.store import FeatureStore
+from dflash_graph.store_build import batches
 from dflash_graph.store_codec import TORCH_DTYPES, bytes_per_token, decode, encode, find_fault, relative_errors
 from dflash_graph.store_identity import StoreSpec, target_digests
 from dflash_graph.store_shard import DamagedStoreError, StoredRow, row_key
 from dflash_graph.store_verify import describe, verify
+from dflash_graph.store_writer import StoreFullError, StoreWriter
 from tests.tiny import make_tiny
 
 TAPS, D = (1, 3), 8
@@ -218,13 +220,13 @@ def test_rows_are_collected_while_others_are_written(tmp_path: Path, monkeypatch
     """`add` does not wait for the disk, and a row is found wherever it is on its way."""
     store = FeatureStore.open(tmp_path / "s", spec(), create=True)
     writer = StoreWriter(store, origin={}, shard_bytes=1)
-    go, write = threading.Event(), store_module.write_shard
+    go, write = threading.Event(), store_writer.write_shard
 
     def slow(*args: Any) -> Path:
         assert go.wait(10)
         return write(*args)
 
-    monkeypatch.setattr(store_module, "write_shard", slow)
+    monkeypatch.setattr(store_writer, "write_shard", slow)
     first, second = stored(5, spec(), 0)[0], stored(6, spec(), 1)[0]
     writer.add(first)
     assert writer.pending(first.key) is first
@@ -261,7 +263,8 @@ def test_many_writers_and_readers_of_one_store(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not faults
+    for fault in faults:
+        raise fault
     assert {row.key for row in rows} == set(FeatureStore(tmp_path / "s"))
 
 
@@ -279,6 +282,43 @@ def test_a_row_that_two_processes_wrote_is_read_from_the_first(tmp_path: Path) -
     store = FeatureStore(tmp_path / "s")
     assert len(store) == 3
     assert "twice     1 rows" in describe(tmp_path / "s")[0]
+    assert np.array_equal(read(store, row.key)[0], row.values)
+
+
+def test_a_key_is_found_only_when_its_row_can_be_read(tmp_path: Path) -> None:
+    """Readers look keys up without a lock while another thread takes in shards."""
+    store = FeatureStore.open(tmp_path / "s", spec(), create=True)
+
+    class Watched(dict[bytes, tuple[int, int]]):
+        def setdefault(self, key: bytes, default: Any = None) -> Any:
+            assert store.shards[default[0]].keys[default[1]] == key
+            return super().setdefault(key, default)
+
+    store._index = Watched()
+    rows = fill(tmp_path / "s", spec())
+    store.refresh()
+    assert len(store) == len(rows)
+
+
+def test_a_file_that_was_cleared_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FeatureStore.open(tmp_path / "s", spec(), create=True)
+    writer = StoreWriter(store, origin={})
+    row, _ = stored(5, spec())
+    lock, cleared = fcntl.flock, []
+
+    def late(file: Any, how: int) -> None:
+        if not cleared:
+            cleared.append(True)
+            monkeypatch.setattr(store_shard.fcntl, "flock", lock)
+            assert store_shard.remove_unfinished(tmp_path / "s" / "shards") == 1
+        lock(file, how)
+
+    monkeypatch.setattr(store_shard.fcntl, "flock", late)
+    writer.add(row)
+    writer.flush()
+    assert cleared
     assert np.array_equal(read(store, row.key)[0], row.values)
 
 
@@ -498,6 +538,9 @@ def test_a_full_disk_keeps_whole_shards_and_goes_on_later(
         patch.setattr(store_shard.os, "write", full)
         with pytest.raises(StoreFullError, match=r"is full .*rows were added and are kept.*goes on where"):
             list(map(writer.add, rows))
+        with pytest.raises(StoreFullError):
+            writer.add(rows[0])
+        writer.flush()  # the error is told; what was given up can still be read
     kept = FeatureStore(tmp_path / "s")
     assert 0 < len(kept) < len(rows)
     assert not list((tmp_path / "s" / "shards").glob("*.part"))

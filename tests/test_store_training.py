@@ -15,12 +15,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from dflash_graph import store, store_target, target
+from dflash_graph import store, store_target, store_writer, target
 from dflash_graph.__main__ import main
 from dflash_graph.config import Config, TargetConfig
 from dflash_graph.debugging import debug
 from dflash_graph.metrics import read_records
-from dflash_graph.store import FeatureStore, StoreFullError, StoreWriter
+from dflash_graph.store import FeatureStore
 from dflash_graph.store_build import build_store
 from dflash_graph.store_codec import TORCH_DTYPES, decode
 from dflash_graph.store_identity import StoreSpec
@@ -28,6 +28,7 @@ from dflash_graph.store_plan import wanted_spec
 from dflash_graph.store_shard import DamagedStoreError, StoredRow
 from dflash_graph.store_target import HeadTarget, read_head
 from dflash_graph.store_worker import JobRow, StoreWorker, encode_row
+from dflash_graph.store_writer import StoreFullError, StoreWriter
 from dflash_graph.target import Target
 from dflash_graph.training import train
 from tests.tiny import tiny_config, tiny_settings, weights
@@ -350,10 +351,10 @@ def test_a_disk_that_fills_during_training_stops_it_and_it_resumes(
             raise OSError(28, "No space left on device")
         written(*args)
 
-    written = store.write_shard
+    written = store_writer.write_shard
     with monkeypatch.context() as patch:
         patch.setattr(StoreWriter, "__init__", small)
-        patch.setattr(store, "write_shard", full)
+        patch.setattr(store_writer, "write_shard", full)
         with pytest.raises(StoreFullError, match="No space left on device"):
             train(config)
     assert 0 < len(FeatureStore(tmp_path / "s")) < 68
