@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-LIMIT_S = 90.0
+LIMIT_S = 150.0
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 from dflash_graph.checkpoint import find_latest, load_checkpoint
 from dflash_graph.metrics import read_records
 from dflash_graph.training import train
-from tests.rank_harness import RankProcesses, start_ranks
+from tests.rank_harness import LIMIT_S, RankProcesses, start_ranks
 from tests.test_ranks import distance, of_kind, tensors
 from tests.tiny import tiny_config, tiny_settings
 
@@ -47,7 +47,7 @@ STAGES = ("start-up", "load", "first step", "mid-epoch", "after a micro-step", "
 )  # fmt: skip
 def test_a_rank_that_raises_ends_all(tiny: Path, tmp_path: Path, rank: int, stage: str) -> None:
     ranks = start(tiny, tmp_path, rank, stage, "raise")
-    codes = ranks.wait(40)
+    codes = ranks.wait()
     assert codes[rank] == 1
     assert codes[1 - rank] == 3, ranks.output(1 - rank)
     assert "the planted error" in ranks.output(rank)
@@ -65,7 +65,7 @@ def test_a_rank_that_raises_ends_all(tiny: Path, tmp_path: Path, rank: int, stag
 )
 def test_a_rank_that_is_killed_ends_all(tiny: Path, tmp_path: Path, rank: int, stage: str) -> None:
     ranks = start(tiny, tmp_path, rank, stage, "kill")
-    codes = ranks.wait(40)
+    codes = ranks.wait()
     assert codes[rank] == -signal.SIGKILL
     assert codes[1 - rank] == 3
     assert f"rank {rank}" in ranks.output(1 - rank)
@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_ends_all(tiny: Path, tmp_path: Path, rank: int, s
 def test_a_rank_that_stops_answering_ends_all(tiny: Path, tmp_path: Path, rank: int, stage: str) -> None:
     ranks = start(tiny, tmp_path, rank, stage, "stop", world=3)
     others = [r for r in range(3) if r != rank]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while any(ranks.processes[r].poll() is None for r in others):
         assert time.monotonic() < deadline, "\n".join(map(ranks.output, range(3)))
         time.sleep(0.1)
@@ -89,7 +89,7 @@ def test_a_rank_that_stops_answering_ends_all(tiny: Path, tmp_path: Path, rank: 
 
 def test_a_rank_that_hangs_alive_is_found_by_the_bounded_wait(tiny: Path, tmp_path: Path) -> None:
     ranks = start(tiny, tmp_path, 1, "mid-epoch", "hang", "schedule.wait_timeout_s=4")
-    codes = ranks.wait(60)
+    codes = ranks.wait()
     assert codes[0] in (1, 3)
     assert 0 not in codes
     assert "rank 1: step 5" in ranks.output(0), ranks.output(0)
@@ -137,7 +137,7 @@ def test_bad_input_is_told_to_all(tiny: Path, tmp_path: Path) -> None:
 
 def test_no_checkpoint_is_lost_when_a_rank_dies(tiny: Path, tmp_path: Path) -> None:
     ranks = start(tiny, tmp_path, 1, "mid-epoch", "kill")
-    ranks.wait(40)
+    ranks.wait()
     newest = find_latest(tmp_path / "run")
     assert newest is not None
     assert load_checkpoint(newest).step == 3
