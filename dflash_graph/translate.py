@@ -309,7 +309,7 @@ _SPECULATORS_REASONS = {
     "trainer.save_best": "the best by held-out accept_length is always kept",
     "trainer.no_resume_from_checkpoint": "a run resumes only with --resume",
     "trainer": "no such setting here",
-    "logging": "TensorBoard only, inside the run folder",
+    "logging": "log.trackers and log.project; each service is configured as its package says",
     "dflash2": "not of DFlash",
     "dspark": "not of DFlash",
     "xpress": "not of DFlash",
