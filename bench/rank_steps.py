@@ -1,4 +1,4 @@
-"""`python -m bench.rank_steps train ...`: `dflash-graph train` whose steps only take time, and which says where it goes.
+"""`python -m bench.rank_steps train ...`: `dflash-graph train` whose steps only take time, and that says where it goes.
 
 Targets, micro-steps and updates sleep for the seconds in the JSON of STAND_IN; everything else is the package's own
 code: the ring, the job list, the ranks and what they exchange. Each rank writes `steps-<rank>.json` into `folder`: per

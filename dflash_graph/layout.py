@@ -33,7 +33,7 @@ class Layout:
         if self.kind == "single":
             return "one rank"
         shapes = ", ".join(f"{rank.drafter} fed by {'+'.join(rank.targets)}" for rank in self.ranks)
-        return f"{self.kind}, {len(self.ranks)} ranks: {shapes}"
+        return f"{self.kind}, {len(self.ranks)} rank{'s' * (len(self.ranks) > 1)}: {shapes}"
 
     def to_json(self) -> str:
         """For the environment of the ranks."""
@@ -134,12 +134,6 @@ def candidates(count: int, times: StageTimes) -> list[Candidate]:
         layout = split(count, targets)
         found.append(Candidate(layout, predict(layout, times)))
     return sorted(found, key=lambda each: (not each.fits, -each.jobs_per_s))
-
-
-def asks_for_several(devices: DeviceConfig) -> bool:
-    """Whether the settings themselves, not the machine, ask for several ranks."""
-    several = devices.ranks is not None and devices.ranks != 1
-    return several or (devices.ranks is None and devices.layout != "auto")
 
 
 def needs_times(devices: DeviceConfig, num_cuda: int) -> bool:

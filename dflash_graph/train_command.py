@@ -41,17 +41,19 @@ def run_train(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-restarts must not be negative; found {args.max_restarts}")
     overrides = [*args.overrides] if args.graphs is None else [*args.overrides, f"graphs.mode={args.graphs}"]
     config = load_config(args.config, overrides)
+    layout = None
     if RANK_DIR not in os.environ:
         nodes, layout = nodes_of_torchrun(), _layout(config)
-        if nodes is not None or len(layout.ranks) > 1:
+        if nodes is not None or layout.kind != "single":
             print(f"layout    {layout}", flush=True)
+        if nodes is not None or len(layout.ranks) > 1:
             command = ["-m", "dflash_graph", *args.argv]
             return launch(command, layout, nodes=nodes, max_restarts=args.max_restarts)
         if args.max_restarts:
             raise ValueError("--max-restarts is for runs of several ranks; found one. Leave it out")
     from dflash_graph.training import train
 
-    train(config, resume=args.resume, dry_run=args.dry_run)
+    train(config, resume=args.resume, dry_run=args.dry_run, layout=layout)
     return 0
 
 

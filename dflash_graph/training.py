@@ -26,7 +26,7 @@ from dflash_graph.control import RunControl, WaitTimeoutError
 from dflash_graph.dispatch import Dispatcher
 from dflash_graph.graphs import CapturePhase, Observer
 from dflash_graph.held_out import HeldOut
-from dflash_graph.layout import Layout, asks_for_several
+from dflash_graph.layout import Layout, resolve_layout
 from dflash_graph.metrics import MetricsLogger, truncate_to_step
 from dflash_graph.observer import TrainingObserver
 from dflash_graph.padding import pad_job
@@ -56,23 +56,28 @@ class TrainResult:
     accept_length: float | None
 
 
-def train(config: Config, *, resume: str = "never", dry_run: bool = False) -> TrainResult:
+def train(config: Config, *, resume: str = "never", dry_run: bool = False, layout: Layout | None = None) -> TrainResult:
     """Train a drafter as `config` says; the command `dflash-graph train`.
 
     Args:
         resume: "never", "auto" (the run folder's newest whole checkpoint, or a fresh start), or a checkpoint's path.
         dry_run: validate, print the plan with its buffers, run one step, keep nothing.
+        layout: of one rank, where the caller has chosen it; None follows `config.devices`. A rank of several has its
+            launcher's.
 
     Raises:
         ValueError: settings, data, target or checkpoint do not fit; before any expensive work.
         Exception: the first error of any worker, with the worker's name as a note.
     """
-    layout = Layout.from_json(os.environ[LAYOUT]) if is_rank() and LAYOUT in os.environ else None
-    if not is_rank() and asks_for_several(config.devices):
-        raise ValueError(
-            "the settings ask for several ranks, which are processes of their own: start them with `dflash-graph "
-            "train`, or set devices.ranks=1"
-        )
+    if is_rank():
+        layout = Layout.from_json(os.environ[LAYOUT]) if LAYOUT in os.environ else None
+    else:
+        layout = layout or _layout(config)
+        if layout is not None and len(layout.ranks) > 1:
+            raise ValueError(
+                f"the settings ask for {len(layout.ranks)} ranks, which are processes of their own: start them with "
+                "`dflash-graph train`, or set devices.ranks=1"
+            )
     ranks = join(
         torch.device(config.devices.device),
         timeout_s=config.devices.rank_timeout_s,
@@ -109,6 +114,14 @@ def _train(config: Config, layout: Layout | None, ranks: Ranks, resume: str, *, 
         _say(ranks, f"{plan.rows.report}\n{plan}")
         share = _share(config, plan, ranks)
         return Run(plan, settings, checkpoint, dry_steps=1 if dry_run else None, ranks=ranks, share=share).run()
+
+
+def _layout(config: Config) -> Layout | None:
+    """The layout that the settings spell out; None where they leave it open, for a run of one process."""
+    devices = config.devices
+    if devices.ranks is None and devices.layout == "auto":
+        return None
+    return resolve_layout(devices, num_cuda=torch.cuda.device_count())
 
 
 def _say(ranks: Ranks, text: str) -> None:

@@ -9,7 +9,6 @@ from dflash_graph.layout import (
     Layout,
     RankDevices,
     StageTimes,
-    asks_for_several,
     candidates,
     colocated,
     needs_times,
@@ -149,6 +148,12 @@ def test_when_there_is_a_choice_to_make() -> None:
     assert not needs_times(cuda(layout="split", split_targets=4), 8)
     assert not needs_times(cuda(ranks=2), 8)
     assert not needs_times(DeviceConfig(), 8)
-    assert [asks_for_several(d) for d in (cuda(), cuda(ranks=1), cuda(ranks=2), cuda(layout="split"))] == [
-        False, False, True, True,
-    ]  # fmt: skip
+
+
+def test_one_rank_that_is_spelled_out_is_that_rank(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of one rank, like a split with one drafter, has its own devices: two targets here, where one is default."""
+    seen: list[RunPlan] = []
+    monkeypatch.setattr(training, "Run", lambda plan, *_, **__: seen.append(plan) or pytest.skip("unreachable"))
+    with pytest.raises(pytest.skip.Exception):
+        train(tiny_config(tiny, tmp_path / "run", "devices.ranks=[{drafter: cpu, targets: [cpu, cpu]}]"))
+    assert seen[0].num_targets == 2
