@@ -220,8 +220,8 @@ def layouts(folder: Path, rounds: int, scale: float) -> dict[str, Any]:
             )
             verdict = f"  chosen, {'right' if right else 'WRONG'}" if chosen else ""
             print(
-                f"{name:58} {_name(option):14} predicted {option.jobs_per_s:6.1f}  measured {show(measured_rate)} jobs/s"
-                + verdict,
+                f"{name:58} {_name(option):14} predicted {option.jobs_per_s:6.1f}  measured {show(measured_rate)} "
+                f"jobs/s{verdict}",
                 flush=True,
             )
     return {"passed": passed, "rows": rows}

@@ -1,9 +1,11 @@
 """Layouts: which devices hold which ranks, what is refused, and what `auto` chooses."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash_graph import training
 from dflash_graph.config import DeviceConfig, load_config
 from dflash_graph.layout import (
     Layout,
@@ -16,6 +18,9 @@ from dflash_graph.layout import (
     resolve_layout,
     split,
 )
+from dflash_graph.plan import RunPlan
+from dflash_graph.training import train
+from tests.tiny import tiny_config
 
 
 def targets_of(layout: Layout) -> list[list[str]]:
@@ -151,7 +156,7 @@ def test_when_there_is_a_choice_to_make() -> None:
 
 
 def test_one_rank_that_is_spelled_out_is_that_rank(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of one rank, like a split with one drafter, has its own devices: two targets here, where one is default."""
+    """A list of one rank, like a split with one drafter, has its own devices: two targets, where one is default."""
     seen: list[RunPlan] = []
     monkeypatch.setattr(training, "Run", lambda plan, *_, **__: seen.append(plan) or pytest.skip("unreachable"))
     with pytest.raises(pytest.skip.Exception):
