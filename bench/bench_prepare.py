@@ -164,7 +164,10 @@ def _line(name: str, results: Sequence[dict[str, Any]]) -> str:
     )
 
 
-HEADER = f"{'':<16}{'rows':>9}{'tokens':>10}{'seconds':>10}{'rows/s':>10}{'min-max':>16}{'tokens/s':>13}{'CPU ms/row':>12}{'peak GiB':>10}"
+HEADER = (
+    f"{'':<16}{'rows':>9}{'tokens':>10}{'seconds':>10}{'rows/s':>10}"
+    f"{'min-max':>16}{'tokens/s':>13}{'CPU ms/row':>12}{'peak GiB':>10}"
+)
 
 
 def bench(rows: Sequence[int], turns: Sequence[int], workers: int | None, folder: Path) -> dict[str, Any]:
