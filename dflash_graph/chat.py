@@ -18,7 +18,8 @@ from dflash_graph.chat_template import read_template as read_template
 from dflash_graph.row_shapes import Conversation as Conversation
 from dflash_graph.row_shapes import PlainText, PromptCompletion, Row, TokenIds
 from dflash_graph.row_values import RowError as RowError
-from dflash_graph.turn_spans import Rendered, TurnSpans, without_empty_reasoning
+from dflash_graph.tag_spans import TagSpans
+from dflash_graph.turn_spans import Rendered, TurnSpans
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,9 @@ class ChatEncoder:
                 f"a template with generation tags needs a tokenizer that reports offsets; {type(tokenizer).__name__} "
                 "does not: use the fast tokenizer, or a template without {% generation %}"
             )
-        self._spans = None if self._template is None else TurnSpans(self._template)
+        self._spans: TagSpans | TurnSpans | None = None
+        if self._template is not None:
+            self._spans = TagSpans(self._template) if self.has_generation_tags else TurnSpans(self._template)
         self.bos_token_id: int | None = tokenizer.bos_token_id
         plain, special = (list(tokenizer("a", add_special_tokens=flag)["input_ids"]) for flag in (False, True))
         self.adds_bos = self.bos_token_id in special[:1] and self.bos_token_id not in plain[:1]
@@ -105,25 +108,9 @@ class ChatEncoder:
         return [Rendered(text, [(len(row.prompt), len(text))])]
 
     def _render(self, row: Conversation) -> list[Rendered]:
-        if self._template is None or self._spans is None:
+        if self._spans is None:
             raise RowError("no_chat_template", missing_template(self.tokenizer))
-        if not self.has_generation_tags:
-            return self._spans.render(row)
-        text, spans = self._template.render_tags(row.messages, row.tools)
-        self._template.check_rendered(text, row.messages, row.tools)
-        turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
-        if len(spans) != len(turns):
-            if row.unsupervised:
-                raise RowError(
-                    "spans_without_turns", f"{len(spans)} generation blocks for {len(turns)} turns with weights"
-                )
-            return [Rendered(text, spans)]
-        spans = [
-            without_empty_reasoning(row.messages[i], text, span)
-            for i, span in zip(turns, spans, strict=True)
-            if i not in row.unsupervised
-        ]
-        return [Rendered(text, spans)]
+        return self._spans.render(row)
 
     def _take_tokens(self, row: TokenIds) -> EncodedRow:
         largest = max(row.tokens)

@@ -144,9 +144,7 @@ class _Finder:
         return self._exact[i]
 
     def _difference(self, i: int, prompt: str, text: str) -> str:
-        at = next(
-            (k for k, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), min(len(prompt), len(text))
-        )
+        at = _agreement(prompt, text)
         return (
             f"the template is not prefix-stable: before message {i} the prompt reads {prompt[at : at + 30]!r} where "
             f"the answered conversation reads {text[at : at + 30]!r}; data.chat_template may name a copy with "
@@ -188,10 +186,11 @@ class _Finder:
         """Where turn i begins, given the end of its generation prompt and the start of what it says."""
         message = self.messages[i]
         if not self.template.has_generation_prompt:
-            if begins_with_call(message):
+            parts = parts_of(message)
+            if not parts or parts[0].kind == "call":
                 header = self.spans.probe()[0]
                 return prompt + len(header) if text.startswith(header, prompt) else prompt
-            lead = next((part.before for part in parts_of(message)), "")
+            lead = parts[0].before
             return body - len(lead) if text.endswith(lead, 0, body) else body
         return without_empty_reasoning(message, text, (prompt, body))[0]
 
@@ -272,12 +271,15 @@ class _Finder:
         return text.index(name, stop, following) + len(name)
 
     def _header(self) -> str | None:
-        """What the generation prompt adds, or None if that cannot be told."""
+        """How the generation prompt ends, and nothing else does; None if that cannot be told."""
         if not self.template.has_generation_prompt:
             return ""
         before = self.messages[: self.turns[0]]
-        plain, prompt = (self.template.render(before, self.tools, flag) for flag in (False, True))
-        return prompt[len(plain) :] or None if prompt.startswith(plain) else None
+        try:
+            plain, prompt = (self.template.render(before, self.tools, flag) for flag in (False, True))
+        except RowError:  # a template may refuse a conversation that nobody is to answer
+            return None
+        return prompt[_agreement(plain, prompt) :] or None
 
     def _kind(self, i: int) -> tuple[Any, ...]:
         message = self.messages[i]
@@ -294,11 +296,25 @@ class _Finder:
         firsts: dict[Any, int] = {}
         for i in self.turns:
             firsts.setdefault(self._kind(i), i)
-        places, at = [len(self.turns) - 1], len(self.turns) // 4
-        while at > 0:
-            places.append(at)
-            at //= 4
+        places = [len(self.turns) - 1, *sample_places(len(self.turns))]
         return sorted({*firsts.values(), *(self.turns[place] for place in places)})
+
+
+def _agreement(a: str, b: str) -> int:
+    """How many characters two texts begin with in common."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter
+    return next(k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
+def sample_places(count: int) -> list[int]:
+    """Places among `count` turns to check: the first, and a quarter, a sixteenth, ... of the way; not the last."""
+    places, at = {0}, count // 4
+    while at > 0:
+        places.add(at)
+        at //= 4
+    return sorted(places - {count - 1})
 
 
 def without_empty_reasoning(message: Message, text: str, span: tuple[int, int]) -> tuple[int, int]:
@@ -307,10 +323,9 @@ def without_empty_reasoning(message: Message, text: str, span: tuple[int, int]) 
     A block that the message itself holds is what the target said, and stays.
     """
     start, end = span
-    if message.get("reasoning_content", "").strip() or "</think>" in message["content"]:
-        return span
     block = _EMPTY_REASONING.match(text, start, end)
-    if block is None:
+    own = _EMPTY_REASONING.match(message["content"])
+    if block is None or message.get("reasoning_content", "").strip() or (own is not None and own[2] == block[2]):
         return span
     opened = block[1] or re.search(r"[<\[◁](\w+)[>\]▷]\s*\Z", text[max(0, start - 80) : start])
     if opened == block[2] or (isinstance(opened, re.Match) and opened[1] == block[2]):

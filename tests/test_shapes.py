@@ -1,6 +1,7 @@
-"""Every shape of row under every family of templates: exact tokens and masks, equal to those of all prefixes, linear."""
+"""Every shape of row under every family of templates: exact tokens and masks, those of all prefixes, linear."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from tests.row_tools import TEMPLATES, byte_tokenizer, encode, load_fixtures, ma
 FIXTURES = load_fixtures()
 # How a turn ends, and what the template writes between the generation prompt and the content.
 ENDINGS = {
-    **dict.fromkeys(("chatml", "smollm2", "qwen3"), "<|im_end|>"),
+    **dict.fromkeys(("chatml", "smollm2", "qwen3", "tags_plain", "tags_history"), "<|im_end|>"),
     "llama3": "<|eot_id|>",
     "mistral": "</s>",
     "gemma": "<end_of_turn>",
+    "two_ends": "<|end|>",
 }
-CALLS = ("llama3", "mistral", "qwen3")
+THINKS = ("qwen3", "tags_history")
+CALLS = ("two_ends", "llama3", "mistral", "qwen3")
 
 
 def words_of(expected: list[list[list[Any]]]) -> set[str]:
@@ -109,10 +112,12 @@ def chain(turns: int, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "template, kind",
     [
-        *((name, "plain") for name in ("chatml", "smollm2", "llama3", "mistral", "gemma", "tags")),
+        *((name, "plain") for name in ("chatml", "smollm2", "llama3", "mistral", "gemma", "tags", "tags_plain")),
         ("chatml", "reasoning"),
         ("llama3", "calls"),
         ("mistral", "calls"),
+        ("two_ends", "plain"),
+        ("two_ends", "calls"),
     ],
 )
 def test_rendering_is_linear_in_turns(template: str, kind: str) -> None:
@@ -169,13 +174,13 @@ def oracle(tokenizer: Any, template: str, row: Conversation) -> list[tuple[str, 
         if not text.startswith(prompt):
             return None
         start = len(prompt)
-        thinks = "reasoning_content" in message or "</think>" in message["content"]
-        if template == "qwen3" and not thinks and text.startswith("<think>\n\n</think>\n\n", start):
+        thinks = "reasoning_content" in message or re.match(r"\s*(<think>\s*)?</think>", message["content"])
+        if template in THINKS and not thinks and text.startswith("<think>\n\n</think>\n\n", start):
             start += len("<think>\n\n</think>\n\n")
             start += len(text[start:]) - len(text[start:].lstrip())
         if template == "mistral" and text.startswith(" ", start):
             start += 1
-        end = len(text.rstrip("\n"))
+        end = len(text.removesuffix("<|endoftext|>").rstrip("\n"))
         assert text[:end].endswith(ENDINGS[template])
         if not rows[-1][0].startswith(text[:end]):
             rows.append((text, []))
@@ -219,7 +224,7 @@ def conversations(pieces: list[str], template: str) -> Any:
         lambda user, calls, answer: [user, *(m for each in calls for m in each), answer],
         user,
         st.one_of(st.just([]), st.just([]), st.lists(calling, max_size=2 if template in CALLS else 0)),
-        st.one_of(answer, answer, thinking if template == "qwen3" else answer),
+        st.one_of(answer, answer, thinking if template in THINKS else answer),
     )
     system = st.one_of(
         st.just([]),
