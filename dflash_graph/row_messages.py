@@ -154,7 +154,7 @@ def _parse_message(turn: Any, drop_nulls: bool) -> Message:
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
-        if not (content.strip() or calls or reasoning):
+        if not (content.strip() or calls or reasoning.strip()):
             raise RowError("empty_answer", "an assistant message without content, reasoning or tool calls")
     for key in ("tool_call_id", "name"):
         if isinstance(turn.get(key), str):

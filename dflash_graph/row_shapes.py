@@ -1,9 +1,9 @@
 """From a line of JSON or a table's record to what it says: a conversation, raw text, prompt and completion, or tokens.
 
-Owns which columns make a row of which shape (the first that is there counts: `messages`, `conversations`, `input_ids`,
-`prompt` with `completion`, `text`) and what a row of that shape must hold; everything else is a `RowError` with a named
-reason. Nothing is repaired and nothing is guessed. Knows no tokenizer. Called by sources.py and prompts.py; the shapes
-are read by chat.py, row_keys.py and held_out_rows.py.
+Owns which columns make a row of which shape (the first that is there counts: `input_ids` with a mask, `messages`,
+`conversations`, `prompt` with `completion`, `text`) and what a row of that shape must hold; everything else is a
+`RowError` with a named reason. Nothing is repaired and nothing is guessed. Knows no tokenizer. Called by sources.py and
+prompts.py; the shapes are read by chat.py, row_keys.py and held_out_rows.py.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,8 @@ from dflash_graph.row_values import checked_text, load_json
 UNKNOWN_SHAPE = "unknown_shape"  # the reason of a row whose columns make no known shape
 _MAX_TOKEN_ID = (1 << 31) - 1
 _IGNORED_LABEL = -100
+_MASKS = ("loss_mask", "labels", "assistant_masks")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,10 @@ def to_json(row: Row) -> dict[str, Any]:
 def _parse(row: object, where: str, *, drop_nulls: bool, answered: bool) -> Row:
     if not isinstance(row, dict):
         raise RowError("not_an_object", f"found {type(row).__name__}")
+    if media := [column for column in _MEDIA if row.get(column)]:
+        raise RowError("media", f"the row has {', '.join(media)} beside its text")
+    if row.get("input_ids") is not None and any(row.get(name) is not None for name in _MASKS):
+        return _token_ids(row, where)
     for column in ("messages", "conversations"):
         if row.get(column) is not None:
             return _conversation(row, row[column], where, drop_nulls, answered)
@@ -115,7 +121,11 @@ def _parse(row: object, where: str, *, drop_nulls: bool, answered: bool) -> Row:
         return _token_ids(row, where)
     if row.get("prompt") is not None and (row.get("completion") is not None or not answered):
         return _prompt_completion(row, where, drop_nulls, answered)
+    if "chosen" in row and "rejected" in row:
+        raise RowError("preference_pair", "columns chosen and rejected: keep the one to train on as `messages`")
     if row.get("text") is not None:
+        if beside := [column for column in ("prompt", "completion", "instruction") if row.get(column) is not None]:
+            raise RowError("ambiguous_shape", f"the column `text` stands beside {', '.join(beside)}")
         if not isinstance(row["text"], str):
             raise RowError("text_not_text", f"the column `text` is {type(row['text']).__name__}")
         if not row["text"].strip():
@@ -192,5 +202,6 @@ def _integers(values: Any, name: str, reason: str, fits: Callable[[int], bool]) 
         raise RowError(reason, f"{name} is {type(values).__name__}")
     for i, value in enumerate(values):
         if type(value) is not int or not fits(value):
-            raise RowError(reason, f"{name}[{i}] is {value if isinstance(value, float) else type(value).__name__}")
+            shown = value if isinstance(value, (int, float)) and abs(value) < 10**18 else type(value).__name__
+            raise RowError(reason, f"{name}[{i}] is {shown}")
     return list(values)

@@ -6,9 +6,12 @@ everything that a turn says must be shown. Where a template rewrites earlier tur
 template with another number of tagged stretches than turns is taken at its word. Called by chat.py.
 """
 
+import contextlib
 import json
+from functools import cached_property
 
 from dflash_graph.chat_template import ChatTemplate
+from dflash_graph.row_messages import Message
 from dflash_graph.row_shapes import Conversation
 from dflash_graph.row_values import RowError
 from dflash_graph.turn_marks import Part, parts_of, refuse_missing
@@ -75,7 +78,23 @@ class TagSpans:
         text, spans = tagged
         self.template.check_rendered(text, conversation.messages[:last], conversation.tools)
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
-        return Rendered(text, [without_empty_reasoning(answers[k], text, spans[k]) for k in wanted])
+        return Rendered(text, [self._span(answers[k], text, spans[k]) for k in wanted])
+
+    def _span(self, message: Message, text: str, span: tuple[int, int]) -> tuple[int, int]:
+        start, end = without_empty_reasoning(message, text, span)
+        # White space behind an empty block may be the answer's own: the template's ends where a plain answer begins.
+        header = self._header
+        return (min(start, span[0] + len(header)), end) if text.startswith(header, span[0]) else (start, end)
+
+    @cached_property
+    def _header(self) -> str:
+        """What the tags of a plain turn enclose before its content."""
+        probe: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        with contextlib.suppress(RowError):  # a template that refuses it
+            text, spans = self.template.render_tags(probe, None)
+            if len(spans) == 1:
+                return text[spans[0][0] : max(spans[0][0], text.find("y", *spans[0]))]
+        return ""
 
 
 def _fits(whole: _Tagged, tagged: _Tagged) -> bool:

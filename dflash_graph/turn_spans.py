@@ -192,7 +192,10 @@ class _Finder:
                 return prompt + len(header) if text.startswith(header, prompt) else prompt
             lead = parts[0].before
             return body - len(lead) if text.endswith(lead, 0, body) else body
-        return without_empty_reasoning(message, text, (prompt, body))[0]
+        start = without_empty_reasoning(message, text, (prompt, body))[0]
+        # White space behind an empty block may be the answer's own: the template's ends where a plain answer begins.
+        header = self.spans.probe()[0]
+        return min(start, prompt + len(header)) if text.startswith(header, prompt) else start
 
     def _end(self, i: int, text: str, floor: int) -> int:
         """Where turn i, the last in `text`, ends: behind the first of the special tokens that follow what it says.
