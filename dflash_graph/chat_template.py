@@ -5,9 +5,11 @@ nothing of a row may vanish in it: a message, a tool or an answer that the text 
 turn_spans.py and chat.py.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +143,8 @@ class ChatTemplate:
                 )
             at = shown
             for call in message.get("tool_calls", ()):
-                if call["function"]["name"] not in text:
+                function = call["function"]
+                if function["name"] not in text or any(_find(text, s, 0) < 0 for s in _texts(function["arguments"])):
                     raise RowError("tool_calls_not_rendered", f"the template does not show the calls of message {i}")
 
     def _adapt(self, messages: Sequence[Message]) -> list[Message]:
@@ -151,8 +154,51 @@ class ChatTemplate:
                 message = {**message, "role": "system"}
             if self._reasoning_names and "reasoning_content" in message:
                 message = {**dict.fromkeys(self._reasoning_names, message["reasoning_content"]), **message}
+            if message.get("tool_calls") and self._wants_text_arguments:
+                message = {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
             adapted.append(message)
         return adapted
+
+    @cached_property
+    def _wants_text_arguments(self) -> bool:
+        """Whether the template writes arguments down as they are, so that it must get them as JSON text.
+
+        Given an object, such a template would write it in Python's form, or fail.
+        """
+        arguments = {"key": "it's"}
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        parameters = {"type": "object", "properties": {}}
+        tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}]
+
+        def rendered(called: dict[str, Any]) -> str | None:
+            messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [called]}]
+            with contextlib.suppress(Exception):  # a template may raise anything
+                return str(
+                    self.tokenizer.apply_chat_template(messages, tools=tools, chat_template=self.text, tokenize=False)
+                )
+            return None
+
+        text = rendered(call)
+        return str(arguments) in text if text is not None else rendered(_with_text(call)) is not None
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are JSON text."""
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts inside a JSON value that are not blank."""
+    if isinstance(value, str):
+        if value.strip():
+            yield value.strip()
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def _find(text: str, core: str, at: int) -> int:
