@@ -19,6 +19,7 @@ from dflash_graph.row_messages import Message
 from dflash_graph.row_values import RowError
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_TELLING = 24  # characters of a text that hardly stands in another one by chance
 _REASONING_NAMES = ("thinking", "reasoning")  # other names under which templates read `reasoning_content`
 
 
@@ -122,8 +123,11 @@ class ChatTemplate:
         self.rendered_characters += len(text)
         return str(text), [(int(start), int(end)) for start, end in spans]
 
-    def check_rendered(self, text: str, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> None:
+    def check_rendered(self, text: str, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> bool:
         """Refuse a row of which `text` leaves something out (an earlier answer's reasoning may go: templates drop it).
+
+        Returns:
+            Whether that is certain: a short text, or one that does not stand in its turn, may be another's.
 
         Raises:
             RowError: a message's content, the name of a called tool or of a declared one is not in the text.
@@ -133,19 +137,22 @@ class ChatTemplate:
                 raise RowError(
                     "tools_not_rendered", f"the template does not show the tool {tool['function']['name']!r}"
                 )
-        at = 0
+        at, certain = 0, True
         for i, message in enumerate(messages):
             content = answer_part(message["content"]) if message["role"] == "assistant" else message["content"]
-            shown = _find(text, content.strip(), at)
+            core = content.strip()
+            shown = _find(text, core, at)
             if shown < 0:
                 raise RowError(
                     "message_not_rendered", f"the template does not show message {i} (role {message['role']})"
                 )
+            certain = certain and (not core or (len(core) >= _TELLING and shown >= at + len(core)))
             at = shown
             for call in message.get("tool_calls", ()):
                 function = call["function"]
                 if function["name"] not in text or any(_find(text, s, 0) < 0 for s in _texts(function["arguments"])):
                     raise RowError("tool_calls_not_rendered", f"the template does not show the calls of message {i}")
+        return certain
 
     def _adapt(self, messages: Sequence[Message]) -> list[Message]:
         adapted = []

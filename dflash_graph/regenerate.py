@@ -291,7 +291,10 @@ class _Work:
 
 def _message(answer: Completion) -> Message:
     """An assistant's message as it goes on in the conversation."""
-    kept = {key: answer.message[key] for key in ("reasoning_content", "tool_calls") if answer.message.get(key)}
+    said = answer.message
+    kept = {"tool_calls": said["tool_calls"]} if said.get("tool_calls") else {}
+    if reasoning := said.get("reasoning_content") or said.get("reasoning"):  # newer servers
+        kept["reasoning_content"] = reasoning
     return {"role": "assistant", "content": answer.text, **kept}
 
 

@@ -146,6 +146,8 @@ def _parse_message(turn: Any, drop_nulls: bool) -> Message:
         if not calls:
             raise RowError("null_content", f"role {spelled!r}")
         content = ""
+    if media := next((key for key in turn if str(key).removesuffix("s") in _MEDIA[:3] and turn[key]), None):
+        raise RowError("media", f"role {spelled!r} has {media} beside its text")
     if not isinstance(content, str):
         raise RowError("content_not_text", f"content of role {spelled!r} is {type(content).__name__}")
     message: Message = {"role": role, "content": checked_text(content)}

@@ -14,7 +14,7 @@ from dflash_graph.chat_template import ChatTemplate
 from dflash_graph.row_messages import Message
 from dflash_graph.row_shapes import Conversation
 from dflash_graph.row_values import RowError
-from dflash_graph.turn_marks import Part, parts_of, refuse_missing
+from dflash_graph.turn_marks import Part, check_shown, parts_of, refuse_missing
 from dflash_graph.turn_spans import Rendered, sample_places, without_empty_reasoning
 
 _Tagged = tuple[str, list[tuple[int, int]]]
@@ -41,12 +41,12 @@ class TagSpans:
                 raise RowError(
                     "tags_without_turns", f"{len(spans)} tagged stretches for {len(turns)} turns with weights"
                 )
-            self.template.check_rendered(text, messages, tools)
+            check_shown(self.template, text, messages, tools)
             return [Rendered(text, spans)]
         wanted = [k for k, i in enumerate(turns) if i not in conversation.unsupervised]
         if not wanted:
             return []
-        missing = [_missing(conversation, turns[k], k, (text, spans)) for k in wanted]
+        missing = [_missing(conversation, i, k, (text, spans)) for k, i in enumerate(turns)]
         places = sample_places(len(wanted))
         if turns[wanted[-1]] != len(messages) - 1:
             places.append(len(wanted) - 1)
@@ -76,7 +76,7 @@ class TagSpans:
 
     def _row(self, conversation: Conversation, tagged: _Tagged, wanted: list[int], last: int) -> Rendered:
         text, spans = tagged
-        self.template.check_rendered(text, conversation.messages[:last], conversation.tools)
+        check_shown(self.template, text, conversation.messages[:last], conversation.tools)
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
         return Rendered(text, [self._span(answers[k], text, spans[k]) for k in wanted])
 

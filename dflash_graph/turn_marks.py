@@ -85,6 +85,66 @@ def find_marked(
     None if marks change anything but themselves, or parts stand twice or in another order: then the template looks at
     the text, and nothing can be told this way.
     """
+    rendered = _render_marked(template, messages, tools, which, plain)
+    if rendered is None or any(a >= b for a, b in pairwise(number for number, _ in rendered[0])):
+        return None
+    places = dict(rendered[0])
+    found: dict[int, list[Place]] = {}
+    first = 0
+    for i, count in zip(which, rendered[1], strict=True):
+        edges = [(places.get(k), places.get(k + 1)) for k in range(2 * first, 2 * (first + count), 2)]
+        found[i] = [(a, b) if a is not None and b is not None else None for a, b in edges]
+        first += count
+    return found
+
+
+def check_shown(
+    template: ChatTemplate,
+    text: str,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    marked: dict[int, list[Place]] | None = None,
+) -> None:
+    """Refuse a row of which its rendering `text` leaves something out; see `ChatTemplate.check_rendered`.
+
+    Where the text alone does not tell, marks around what every message says do, if they change nothing else.
+
+    Args:
+        marked: `find_marked` of all messages, if it is known.
+
+    Raises:
+        RowError: something is not shown.
+    """
+    if template.check_rendered(text, messages, tools):
+        return
+    if marked is not None:
+        for i, places in marked.items():
+            for part, place in zip(parts_of(messages[i]), places, strict=True):
+                if place is None and part.kind != "reasoning":
+                    raise refuse_missing(part, i)
+        return
+    rendered = _render_marked(template, messages, tools, range(len(messages)), text)
+    if rendered is None:
+        return
+    shown, first = {number for number, _ in rendered[0]}, 0
+    for i, message in enumerate(messages):
+        for k, part in enumerate(parts_of(message), first):
+            if part.kind != "reasoning" and not {2 * k, 2 * k + 1} <= shown:
+                raise refuse_missing(part, i)
+        first += rendered[1][i]
+
+
+def _render_marked(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    which: Sequence[int],
+    plain: str,
+) -> tuple[list[tuple[int, int]], list[int]] | None:
+    """(number, place in `plain`) of each mark in the order of the text, and how many parts each message has.
+
+    None if the marks change anything but themselves.
+    """
     pair = next((pair for pair in _MARKS if not any(mark in plain for mark in pair)), None)
     if pair is None:
         return None
@@ -98,20 +158,13 @@ def find_marked(
     except RowError:
         return None
     pieces = re.split(f"{pair[0]}(\\d+){pair[1]}", text)
-    numbers = [int(number) for number in pieces[1::2]]
-    if "".join(pieces[::2]) != plain or any(a >= b for a, b in pairwise(numbers)):
+    if "".join(pieces[::2]) != plain:
         return None
-    at, places = 0, {}
-    for number, piece in zip(numbers, pieces[::2], strict=False):
+    at, places = 0, []
+    for number, piece in zip(pieces[1::2], pieces[::2], strict=False):
         at += len(piece)
-        places[number] = at
-    found: dict[int, list[Place]] = {}
-    first = 0
-    for i, count in zip(which, counts, strict=True):
-        edges = [(places.get(k), places.get(k + 1)) for k in range(2 * first, 2 * (first + count), 2)]
-        found[i] = [(a, b) if a is not None and b is not None else None for a, b in edges]
-        first += count
-    return found
+        places.append((int(number), at))
+    return places, counts
 
 
 def _marked(message: Message, first: int, pair: tuple[str, str]) -> tuple[Message, int]:

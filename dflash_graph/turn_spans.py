@@ -15,15 +15,16 @@ Called by chat.py.
 
 import contextlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dflash_graph.chat_template import ChatTemplate
+from dflash_graph.chat_template import ChatTemplate, answer_part
 from dflash_graph.row_messages import Message
 from dflash_graph.row_shapes import Conversation
 from dflash_graph.row_values import RowError
-from dflash_graph.turn_marks import Place, begins_with_call, find_marked, parts_of, refuse_missing
+from dflash_graph.turn_marks import Place, begins_with_call, check_shown, find_marked, parts_of, refuse_missing
 
 _FEW_TURNS = 2  # up to here rendering each turn costs no more than marks do
 # Reasoning without content at the start of a turn; the opening may stand in the generation prompt.
@@ -98,13 +99,15 @@ class _Finder:
             if message["role"] == "assistant" and i not in conversation.unsupervised
         ]
         self._exact: dict[int, _Turn] = {}
+        self._is_shown = False
+        self._marked: dict[int, list[Place]] | None = None  # every part in the whole text
         self._whole: str | None = None
 
     def rows(self) -> list[Rendered]:
         if not self.turns:
             return []
         if len(self.turns) > _FEW_TURNS and (spans := self._linear()) is not None:
-            self.template.check_rendered(self.whole(), self.messages, self.tools)
+            check_shown(self.template, self.whole(), self.messages, self.tools, self._marked)
             return [Rendered(self.whole(), spans)]
         rows: list[Rendered] = []
         text, spans, last = self.whole(), [], len(self.messages)
@@ -119,7 +122,13 @@ class _Finder:
         return rows[::-1]
 
     def _checked(self, text: str, spans: list[tuple[int, int]], last: int) -> Rendered:
-        self.template.check_rendered(text, self.messages[:last], self.tools)
+        if self._is_shown:  # as in the longest row: what a template leaves out, it leaves out there
+            self.template.check_rendered(text, self.messages[:last], self.tools)
+        else:
+            check_shown(
+                self.template, text, self.messages[:last], self.tools, self._marked if text == self._whole else None
+            )
+        self._is_shown = True
         return Rendered(text, spans)
 
     def whole(self) -> str:
@@ -172,7 +181,7 @@ class _Finder:
             raise RowError("turn_not_found", f"the template changes message {i}, which holds special tokens")
         return places[0], places[-1]
 
-    def _mark(self, messages: list[Message], which: list[int], plain: str) -> dict[int, list[Place]] | None:
+    def _mark(self, messages: list[Message], which: Sequence[int], plain: str) -> dict[int, list[Place]] | None:
         return find_marked(self.template, messages, self.tools, which, plain)
 
     def _body(self, i: int, places: list[Place]) -> tuple[int, int]:
@@ -210,8 +219,9 @@ class _Finder:
             stop = floor + len(text[floor : stop - len(name)].rstrip())
         if not run:
             return stop
-        # Tokens that close a call are the target's too.
-        if "tool_calls" in self.messages[i] and len(run) > 1:
+        # Tokens that close a call, or stand around an answer that is blank, are the target's too.
+        message = self.messages[i]
+        if len(run) > 1 and ("tool_calls" in message or not answer_part(message["content"]).strip()):
             return next((end for name, end in reversed(run) if name == self.spans.probe()[1]), run[-1][1])
         return run[-1][1]
 
@@ -221,8 +231,12 @@ class _Finder:
         """Spans of all turns in the whole text, or None where that cannot be vouched for."""
         text = self.whole()
         behind_calls = {i + 1 for i in self.turns if "tool_calls" in self.messages[i]} & set(range(len(self.messages)))
-        found = self._mark(self.messages, sorted({*self.turns, *behind_calls}), text)
-        if found is None or not all(found[i] and None not in found[i] for i in self.turns):
+        found = self._marked = self._mark(self.messages, range(len(self.messages)), text)
+        if found is None:  # what is not the assistant's may stand in another order
+            answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+            found = self._mark(self.messages, sorted({*answers, *behind_calls}), text)
+        # Reasoning that is gone from any turn, supervised or not, was there when the turns behind it were written.
+        if found is None or not all(found[i] for i in self.turns) or any(None in places for places in found.values()):
             return None
         marked = {i: self._body(i, places) for i, places in found.items() if places and None not in places}
         header = self._header()
