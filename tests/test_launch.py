@@ -113,7 +113,7 @@ def test_a_failure_is_told_once_and_not_as_a_wall(launch: Launch, tmp_path: Path
     assert "ChildFailedError" not in launched.text
 
 
-@pytest.mark.parametrize("kind", ["raise", "kill"])
+@pytest.mark.parametrize("kind", [pytest.param("raise", marks=pytest.mark.slow), "kill"])
 def test_restarts_continue_from_the_last_checkpoint(launch: Launch, tmp_path: Path, kind: str) -> None:
     """The fault comes once, in the first attempt; every job is trained once all the same."""
     once = str(tmp_path / "once")

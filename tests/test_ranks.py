@@ -100,7 +100,7 @@ def test_summed_gradients_are_those_of_one_rank(tiny: Path, tmp_path: Path, monk
     assert weight == pytest.approx(1, rel=1e-6)
 
 
-@pytest.mark.parametrize("draw", ["ready", "round_robin"])
+@pytest.mark.parametrize("draw", ["ready", pytest.param("round_robin", marks=pytest.mark.slow)])
 def test_draws_that_follow_timing_lose_no_job(tiny: Path, tmp_path: Path, draw: str) -> None:
     finished(tiny, tmp_path, "run", 2, f"schedule.draw={draw}", "log.every=1")
     records = of_kind(tmp_path / "run", "train")
@@ -126,6 +126,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tiny: Path, tmp_path: Path, a
     assert distance(tensors(alone), tensors(run)) < 1e-5
 
 
+@pytest.mark.slow
 def test_evaluation_during_training_is_shared_out(tiny: Path, tmp_path: Path) -> None:
     """Five prompts over two ranks: the same result as one rank's, and no effect on the weights."""
     evaluation = (
