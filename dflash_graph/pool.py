@@ -66,10 +66,11 @@ class Pool:
             RuntimeError: the epoch before is not wholly trained.
             ValueError, TypeError: `trained` or the schedule does not fit the draw or the ring.
         """
-        if self._epoch is not None and self._epoch.num_trained < len(self._epoch.own):
+        before = self._epoch
+        if before is not None and before.num_trained < len(before.own):
             raise RuntimeError(
-                f"epoch {self._epoch.schedule.epoch} must be trained before the next starts; trained "
-                f"{self._epoch.num_trained} of {len(self._epoch.own)} jobs"
+                f"epoch {before.schedule.epoch} must be trained before the next starts; trained "
+                f"{before.num_before + before.num_trained} of {before.num_before + len(before.own)} jobs"
             )
         if schedule.min_ready >= self.ring.num_slots:
             raise ValueError(
